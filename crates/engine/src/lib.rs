@@ -1,0 +1,166 @@
+//! What runs a machine. The service knows this page; everything below it belongs to one driver.
+//!
+//! ```text
+//! TemplateBoot --boot_template--> template directory (disk + warm memory + device state)
+//!                                        |
+//!                     start(machine id)  v
+//!               paused machine --resume--> running machine <--connect-- GuestClient (link session)
+//!                     ^                        |
+//!                     +--------pause-----------+--kill or its own end--> Exited
+//! ```
+//!
+//! A machine is a process of its own with a directory of its own (`machines/<id>/`): it outlives this
+//! process, and [`Engine::adopt`] finds it again. Whoever wants a machine writes its record first;
+//! [`Engine::sweep`] removes every machine that has none.
+
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
+
+use async_trait::async_trait;
+use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
+
+mod error;
+pub mod guest;
+
+pub use error::EngineError;
+pub use guest::GuestClient;
+
+/// What an engine is and what it promises.
+#[derive(Clone, Debug)]
+pub struct EngineInfo {
+    /// The driver's name: `qemu`, `fake`.
+    pub name: &'static str,
+    /// What makes the guest's instructions run.
+    pub accelerator: Accelerator,
+    /// How strong the wall around the guest is.
+    pub isolation: IsolationClass,
+    /// The emulator's version, as it prints it.
+    pub version: String,
+}
+
+/// What a template is booted from.
+#[derive(Clone, Debug)]
+pub struct TemplateBoot {
+    /// The root file system, an ext4 image. It is moved or copied sparsely into `directory`.
+    pub root_disk: PathBuf,
+    /// Processors, memory and disk of every machine made from the template.
+    pub shape: MachineShape,
+    /// Where the template is kept. Must not exist; appears whole or not at all.
+    pub directory: PathBuf,
+}
+
+/// How far a long step has come; called often, must return at once.
+pub type Progress<'a> = &'a (dyn Fn(&str) + Send + Sync);
+
+/// Runs machines of one kind on this host.
+#[async_trait]
+pub trait Engine: Send + Sync + 'static {
+    /// What this engine is.
+    fn info(&self) -> EngineInfo;
+
+    /// Whether a template directory was made by this very emulator, machine type and kernel.
+    ///
+    /// # Errors
+    /// [`EngineError::Mismatch`] names the difference; [`EngineError::Damaged`] a missing or broken file.
+    async fn check_template(&self, directory: &std::path::Path) -> Result<(), EngineError>;
+
+    /// Boots a root disk once and keeps it as disk + warm memory + device state.
+    ///
+    /// # Errors
+    /// A guest that does not come up gives [`EngineError::GuestSilent`] with the console's last lines.
+    async fn boot_template(&self, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError>;
+
+    /// Restores a machine from a template directory. It comes back paused and without an identity.
+    /// On failure nothing of it is left.
+    ///
+    /// # Errors
+    /// Everything that can be wrong with the template, the host's resources or the emulator.
+    async fn start(&self, machine: &MachineId, template: &std::path::Path) -> Result<Arc<dyn Machine>, EngineError>;
+
+    /// Finds a machine that an earlier process started. `None`: it no longer runs; what it left is removed.
+    ///
+    /// # Errors
+    /// The machine is there but cannot be controlled; it has been ended and removed.
+    async fn adopt(&self, machine: &MachineId) -> Result<Option<Arc<dyn Machine>>, EngineError>;
+
+    /// Ends and removes every machine of this data directory that is not in `keep`; returns their ids.
+    ///
+    /// # Errors
+    /// What could not be removed is named; the rest has been.
+    async fn sweep(&self, keep: &BTreeSet<MachineId>) -> Result<Vec<MachineId>, EngineError>;
+
+    /// How many more machines of this shape the host's memory and disk hold, as far as can be told.
+    ///
+    /// # Errors
+    /// [`EngineError::NoCapacity`] says what is short and by how much.
+    fn check_capacity(&self, shape: &MachineShape) -> Result<(), EngineError>;
+}
+
+/// One machine. Its owner alone calls `resume`, `pause` and `kill`.
+#[async_trait]
+pub trait Machine: Send + Sync + 'static {
+    /// Its id.
+    fn id(&self) -> &MachineId;
+
+    /// Lets the processors run.
+    ///
+    /// # Errors
+    /// The emulator is gone or does not answer.
+    async fn resume(&self) -> Result<(), EngineError>;
+
+    /// Halts the processors; memory stays.
+    ///
+    /// # Errors
+    /// As for `resume`.
+    async fn pause(&self) -> Result<(), EngineError>;
+
+    /// A link session with the guest agent: the one there is, or a new one if there is none or the
+    /// last one broke. Calls share one session.
+    ///
+    /// # Errors
+    /// [`EngineError::GuestSilent`] when the agent does not answer in time.
+    async fn guest(&self) -> Result<GuestClient, EngineError>;
+
+    /// Ends the machine and removes all of it: processes, cgroup, sockets, disk. Repeatable.
+    ///
+    /// # Errors
+    /// What could not be removed.
+    async fn kill(&self) -> Result<(), EngineError>;
+
+    /// Waits until the machine's process has ended, by whatever cause. Cancel-safe, many may wait.
+    async fn exited(&self) -> MachineExit;
+
+    /// What the machine holds and has used, read now.
+    ///
+    /// # Errors
+    /// The machine is gone.
+    fn usage(&self) -> Result<MachineUsage, EngineError>;
+
+    /// The last lines of the guest's console, for error texts and logs.
+    fn console_tail(&self) -> String;
+}
+
+/// How a machine's process ended.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum MachineExit {
+    /// [`Machine::kill`] ended it.
+    Killed,
+    /// The guest powered off, rebooted or panicked; the console's last lines.
+    GuestEnded(String),
+    /// The host's kernel killed it for lack of memory.
+    OutOfMemory,
+    /// The emulator ended otherwise: its exit status or signal as text.
+    Crashed(String),
+}
+
+/// What one machine holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MachineUsage {
+    /// Bytes of memory nobody else shares.
+    pub private_bytes: u64,
+    /// Bytes of memory, shared pages divided among their holders.
+    pub proportional_bytes: u64,
+    /// Processor time used so far, microseconds.
+    pub cpu_micros: u64,
+    /// Bytes its own disk layer takes on the host.
+    pub disk_bytes: u64,
+}

@@ -1,0 +1,65 @@
+use std::time::Duration;
+
+use stockade_engine::EngineError;
+use stockade_model::{Ending, SandboxId, SandboxState};
+
+/// Why the service did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ServiceError {
+    /// No such template in the caller's sight.
+    #[error("template {name:?} not found")]
+    TemplateNotFound {
+        /// As asked for.
+        name: String,
+    },
+    /// No such sandbox in the caller's sight.
+    #[error("sandbox {id:?} not found")]
+    SandboxNotFound {
+        /// As asked for.
+        id: String,
+    },
+    /// The sandbox has ended; when and why is known.
+    #[error("sandbox {id} has ended at {}: {:?}", ending.at, ending.cause)]
+    SandboxEnded {
+        /// Which.
+        id: SandboxId,
+        /// When and why.
+        ending: Box<Ending>,
+    },
+    /// The sandbox is in a state in which this cannot be done.
+    #[error("sandbox {id} is {state}")]
+    WrongState {
+        /// Which.
+        id: SandboxId,
+        /// Its state.
+        state: SandboxState,
+    },
+    /// A field of the request makes no sense.
+    #[error("{field} {problem}")]
+    Invalid {
+        /// Which field.
+        field: &'static str,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// The idempotency key was used with another request.
+    #[error("idempotency key was used before with another request")]
+    IdempotencyConflict,
+    /// The access token is not this sandbox's.
+    #[error("access token is missing or wrong")]
+    WrongToken,
+    /// Too many creates or sandboxes at the moment.
+    #[error("the server is busy: {what}")]
+    Busy {
+        /// What is short.
+        what: String,
+        /// When to try again.
+        retry_after: Duration,
+    },
+    /// The machine, the emulator or the guest.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The store failed.
+    #[error("the record could not be read or written")]
+    Store(#[source] Box<dyn std::error::Error + Send + Sync>),
+}

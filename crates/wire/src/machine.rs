@@ -1,0 +1,68 @@
+//! The machine as a whole: who it is, how it does.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// What the agent says of itself.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct AgentInfo {
+    /// The protocol it speaks.
+    pub protocol: u32,
+    /// Its version.
+    pub version: String,
+    /// The kernel's boot id: another one means the guest really rebooted.
+    pub boot_id: String,
+    /// Milliseconds since boot, guest clock.
+    pub uptime_ms: u64,
+}
+
+/// Makes a restored machine one of its own: clock, randomness, names, environment. All of it is done
+/// when the answer comes; sending it again is harmless.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Identity {
+    /// The sandbox's id.
+    pub sandbox_id: String,
+    /// The template's name or id.
+    pub template_id: String,
+    /// The host name to take.
+    pub hostname: String,
+    /// The host's wall clock, nanoseconds since the epoch, read just before sending.
+    pub unix_time_ns: u64,
+    /// 32 random bytes or more, standard base64, for the kernel's generator (credited and re-keyed at once).
+    pub entropy: String,
+    /// Environment of every process.
+    #[serde(default)]
+    pub env: BTreeMap<String, String>,
+    /// User of processes and files that name none.
+    pub default_user: String,
+    /// Directory of processes that name none; absent: the user's home.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub default_cwd: Option<String>,
+    /// Small files to write as root (mode 0644, parents made): path → text.
+    #[serde(default)]
+    pub files: BTreeMap<String, String>,
+}
+
+/// How the machine does, one sample.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Stats {
+    /// Milliseconds since the epoch, guest clock.
+    pub unix_ms: u64,
+    /// Processors.
+    pub cpu_count: u32,
+    /// Processor time in use since the sample before, per cent of all processors.
+    pub cpu_used_percent: f64,
+    /// Bytes of memory.
+    pub memory_total: u64,
+    /// Bytes of memory in use, caches not counted.
+    pub memory_used: u64,
+    /// Bytes of page cache.
+    pub memory_cache: u64,
+    /// Bytes of the root file system.
+    pub disk_total: u64,
+    /// Bytes of it in use.
+    pub disk_used: u64,
+    /// Processes and threads.
+    pub tasks: u64,
+}
