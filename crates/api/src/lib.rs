@@ -1,1 +1,28 @@
+//! Stockade over HTTP: the native `/v1` API, the peers' APIs beside it, and who goes where.
+//!
+//! ```text
+//! socket --> server (h1 / h2, TLS) --> hosts (by name) --+--> native      <base>, localhost, IP
+//!                                                        +--> adapters    api.e2b.<base>, <port>-<id>.e2b.<base>
+//!                                                        +--> (previews)  <port>-<id>.<base>
+//! ```
+//!
+//! Everything below this crate speaks in the words of `stockade-model`; field names of any API, ours
+//! included, are known here alone.
 
+use std::sync::Arc;
+
+use stockade_service::Service;
+
+pub mod adapters;
+mod hosts;
+
+pub use hosts::SandboxHost;
+
+/// What every router holds.
+#[derive(Clone)]
+pub struct AppState {
+    /// The verbs.
+    pub service: Service,
+    /// The domain all host names end in, lower case, without port or trailing dot.
+    pub base_domain: Arc<str>,
+}

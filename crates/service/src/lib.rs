@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use stockade_engine::GuestClient;
+use stockade_engine::{EngineInfo, GuestClient};
 use stockade_model::{ApiKeyId, Sandbox, SandboxId, SandboxState, Secret, Template, WorkspaceId};
 
 mod error;
@@ -120,6 +120,16 @@ impl Service {
         id: &SandboxId,
         token: Option<&Secret>,
     ) -> Result<(Sandbox, GuestClient), ServiceError> {
+        todo!()
+    }
+
+    /// The last lines of the guest's console.
+    pub async fn console(&self, who: &Principal, id: &SandboxId) -> Result<String, ServiceError> {
+        todo!()
+    }
+
+    /// What runs the machines.
+    pub fn engine_info(&self) -> EngineInfo {
         todo!()
     }
 
