@@ -1,1 +1,3 @@
+//! The `stockade` program.
 
+pub mod guest_binary;
