@@ -10,6 +10,7 @@ use crate::{files::FileEvent, process::Exit, process::Started};
 pub const MAX_PAYLOAD_BYTES: usize = 256 << 10;
 
 /// One thing that happened, in the order it happened.
+#[expect(clippy::large_enum_variant, reason = "file events are rare and short-lived; boxing would burden every user")]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// The process runs (first frame of a start or an attach).
@@ -68,9 +69,32 @@ pub enum FrameError {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EventCodec;
 
-const HEADER_BYTES: usize = 5;
+/// Bytes in front of a frame's payload.
+pub const HEADER_BYTES: usize = 5;
+
+/// Which of a process's outputs bytes came from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Output {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+    /// The terminal.
+    Pty,
+}
 
 impl EventCodec {
+    /// The header of a frame that carries `length` bytes of output; the bytes follow it.
+    pub fn output_header(output: Output, length: usize) -> [u8; HEADER_BYTES] {
+        let kind = match output {
+            Output::Stdout => 2,
+            Output::Stderr => 3,
+            Output::Pty => 4,
+        };
+        let [a, b, c, d] = (length as u32).to_be_bytes();
+        [kind, a, b, c, d]
+    }
+
     /// Appends one event's frame.
     pub fn put(event: &Event, out: &mut BytesMut) {
         let json = |value: serde_json::Result<Vec<u8>>| value.map(Bytes::from).unwrap_or_default();

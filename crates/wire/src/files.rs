@@ -22,8 +22,12 @@ pub enum EntryKind {
 /// One entry, described by itself: a link is a link, whatever it points to.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct EntryInfo {
-    /// Last component of the path.
+    /// Last component of the path. Bytes that are not UTF-8 show as U+FFFD; see `lossy`.
     pub name: String,
+    /// The name or path is not valid UTF-8, so `name` and `path` only show it: no request can name the
+    /// entry (a process in the guest can).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub lossy: bool,
     /// Absolute path in the guest.
     pub path: String,
     /// What it is.
@@ -51,6 +55,11 @@ pub struct EntryInfo {
     /// Extended attributes of the `user.` namespace that are valid UTF-8, without the prefix.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub attributes: BTreeMap<String, String>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature serde asks for")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// What a link leads to in the end.

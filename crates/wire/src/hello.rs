@@ -5,7 +5,9 @@
 //! [`Hello`] that carries an epoch nobody has used before. The host writes one; the agent drops its
 //! old session when the port hangs up, discards input until it has read a hello, and echoes it; the
 //! host discards input until it has read its own epoch back. A byte of an older session can be lost,
-//! never mistaken for one of the new.
+//! never mistaken for one of the new. The host repeats its hello until it is answered (the first one
+//! may have been eaten by the agent's old session), so either side skips hellos of its own epoch that
+//! come before the first byte of HTTP/2; the agent answers each epoch once.
 
 use crate::PROTOCOL;
 
@@ -38,6 +40,13 @@ impl Hello {
         bytes[12..].copy_from_slice(&self.epoch);
         bytes
     }
+
+    /// Reads [`HELLO_BYTES`] bytes that begin with the magic; `None` if they are anything else.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let rest = bytes.strip_prefix(&MAGIC)?;
+        let (protocol, epoch) = rest.split_first_chunk()?;
+        Some(Self { protocol: u32::from_be_bytes(*protocol), epoch: epoch.try_into().ok()? })
+    }
 }
 
 /// Finds a hello in a stream of bytes of which the beginning may be rubbish.
@@ -56,11 +65,9 @@ impl Scanner {
         if self.seen.len() < HELLO_BYTES {
             return None;
         }
-        let mut epoch = [0; 16];
-        epoch.copy_from_slice(&self.seen[12..HELLO_BYTES]);
-        let protocol = u32::from_be_bytes([self.seen[8], self.seen[9], self.seen[10], self.seen[11]]);
+        let hello = Hello::decode(&self.seen);
         self.seen.clear();
-        Some(Hello { protocol, epoch })
+        hello
     }
 }
 

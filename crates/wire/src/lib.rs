@@ -31,6 +31,9 @@ pub const PROTOCOL: u32 = 1;
 /// Largest JSON body either side accepts, in bytes.
 pub const MAX_JSON_BYTES: usize = 4 << 20;
 
+/// Largest answer to a list request, in bytes.
+pub const MAX_LIST_BYTES: usize = 16 << 20;
+
 /// The routes of the agent, in one place for client and server.
 ///
 /// `{selector}` is a decimal process id or a percent-encoded tag behind `tag:`.
@@ -54,8 +57,10 @@ pub mod route {
     pub const SIGNAL: &str = "signal";
     /// `POST /v1/processes/{selector}/resize` [`PtySize`](crate::process::PtySize).
     pub const RESIZE: &str = "resize";
-    /// `GET ?path&user&offset&length` → bytes; `PUT ?path&user&atomic&mode&attributes` bytes →
-    /// [`EntryInfo`](crate::files::EntryInfo).
+    /// `GET ?path&user&offset&length` → the length of what follows as u32 big-endian, an
+    /// [`EntryInfo`](crate::files::EntryInfo) as JSON, then the file's bytes to the end of the body;
+    /// `PUT ?path&user&atomic&mode&attributes` bytes → `EntryInfo`. `mode` is decimal, `attributes` a
+    /// JSON object of strings.
     pub const FILES: &str = "/v1/files";
     /// `POST` [`PathRequest`](crate::files::PathRequest) → `EntryInfo`.
     pub const STAT: &str = "/v1/fs/stat";
