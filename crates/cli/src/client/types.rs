@@ -1,0 +1,125 @@
+//! The API's objects as this client reads them. Fields it does not know are kept for `--json`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use stockade_model::MachineShape;
+
+use crate::failure::Failure;
+
+/// `{"error": …}`
+#[derive(Debug, Deserialize)]
+pub(super) struct ErrorAnswer {
+    pub(super) error: ApiError,
+}
+
+/// What the API says went wrong.
+#[derive(Debug, Deserialize)]
+pub(super) struct ApiError {
+    code: String,
+    message: String,
+    #[serde(default)]
+    hint: Option<String>,
+}
+
+impl ApiError {
+    pub(super) fn into_failure(self) -> Failure {
+        let mut failure = Failure::new(self.code, self.message);
+        failure.hint = self.hint.filter(|hint| !hint.is_empty());
+        failure
+    }
+}
+
+/// A sandbox.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Sandbox {
+    pub(crate) id: String,
+    pub(crate) template: TemplateName,
+    pub(crate) state: String,
+    pub(crate) shape: MachineShape,
+    #[serde(default)]
+    pub(crate) metadata: BTreeMap<String, String>,
+    pub(crate) created_at: String,
+    pub(crate) started_at: Option<String>,
+    pub(crate) deadline: String,
+    pub(crate) ending: Option<Ending>,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// What a sandbox was made from.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct TemplateName {
+    pub(crate) id: String,
+    pub(crate) name: String,
+}
+
+/// When and why a sandbox ended.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Ending {
+    pub(crate) at: String,
+    pub(crate) cause: Cause,
+    #[serde(default)]
+    pub(crate) detail: String,
+}
+
+/// Why a sandbox ended.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Cause {
+    pub(crate) kind: String,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// A template.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Template {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    pub(crate) state: String,
+    pub(crate) shape: MachineShape,
+    pub(crate) created_at: String,
+    #[serde(default)]
+    pub(crate) default_user: String,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// One page of a list.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct Items<T> {
+    pub(super) items: Vec<T>,
+    #[serde(default)]
+    pub(super) cursor: Option<String>,
+}
+
+/// The server's version and engine.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Version {
+    pub(crate) version: String,
+    pub(crate) engine: EngineVersion,
+}
+
+/// What runs the machines.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct EngineVersion {
+    pub(crate) name: String,
+    pub(crate) accelerator: String,
+    pub(crate) isolation: String,
+    pub(crate) version: String,
+}
+
+/// A file, directory or link in a sandbox.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Entry {
+    pub(crate) kind: String,
+    pub(crate) mode: String,
+}
+
+impl Entry {
+    /// The permission bits.
+    pub(crate) fn mode_bits(&self) -> u32 {
+        u32::from_str_radix(&self.mode, 8).unwrap_or(0o644) & 0o777
+    }
+}

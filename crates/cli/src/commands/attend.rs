@@ -1,0 +1,280 @@
+//! Stands between a running command and our own standard streams until it ends.
+//!
+//! ```text
+//! standard input --thread--> channel --> WebSocket --> command
+//! command --> WebSocket --> this loop --channel--> thread --> standard output and error
+//! signals, terminal size ----^
+//! ```
+//!
+//! Reading and writing our streams blocks, so each has a thread: a full pipe behind us must not keep us from
+//! hearing a Ctrl-C. Both channels are short, so a slow reader slows the command down and nothing piles up.
+
+use std::{
+    io::{self, Read as _},
+    thread,
+};
+
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    sync::{mpsc, oneshot},
+};
+
+use crate::{
+    client::{Client, ExecEvent, ExecInput, ExecSession, Exit},
+    failure::{Failure, OWN_FAILURE, TIMED_OUT},
+    terminal,
+    ui::Ui,
+};
+
+const READ_BYTES: usize = 32 << 10;
+const QUEUED_WRITES: usize = 16;
+/// So many signals are passed on; the next one ends us.
+const FORWARDED_SIGNALS: u32 = 2;
+
+/// What our Ctrl-C means.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum OnSignal {
+    /// Stop attending; the caller ends the sandbox.
+    Leave,
+    /// Pass it on to the command; the third one gives up waiting.
+    Forward,
+}
+
+/// How the attendance ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Attended {
+    /// The command ended.
+    Exited(Exit),
+    /// This signal told us to leave.
+    Signalled(i32),
+    /// Nobody reads our output any more.
+    OutputClosed,
+}
+
+impl Attended {
+    /// The exit code that stands for this end.
+    pub(super) fn exit_code(self) -> u8 {
+        match self {
+            Self::Exited(Exit { timed_out: true, .. }) => TIMED_OUT,
+            Self::Exited(Exit { signal: Some(signal), .. }) | Self::Signalled(signal) => code_of_signal(signal),
+            Self::Exited(Exit { code: Some(code), .. }) => u8::try_from(code).unwrap_or(OWN_FAILURE),
+            Self::Exited(_) => OWN_FAILURE,
+            Self::OutputClosed => code_of_signal(libc::SIGPIPE),
+        }
+    }
+}
+
+/// The exit code that stands for death by a signal.
+pub(super) fn code_of_signal(signal: i32) -> u8 {
+    u8::try_from(128 + signal).unwrap_or(OWN_FAILURE)
+}
+
+/// The signals that end programs, heard from now on.
+pub(super) struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+    hang_up: Signal,
+}
+
+impl Signals {
+    pub(super) fn listen() -> Result<Self, Failure> {
+        Ok(Self {
+            interrupt: listen(SignalKind::interrupt())?,
+            terminate: listen(SignalKind::terminate())?,
+            hang_up: listen(SignalKind::hangup())?,
+        })
+    }
+
+    /// The next one's number. Cancel-safe.
+    pub(super) async fn next(&mut self) -> i32 {
+        tokio::select! {
+            _ = self.interrupt.recv() => libc::SIGINT,
+            _ = self.terminate.recv() => libc::SIGTERM,
+            _ = self.hang_up.recv() => libc::SIGHUP,
+        }
+    }
+}
+
+fn listen(kind: SignalKind) -> Result<Signal, Failure> {
+    signal(kind).map_err(|error| Failure::host("listen for signals", error))
+}
+
+/// Who attends to what.
+pub(super) struct Attendance<'a> {
+    pub(super) client: &'a Client,
+    pub(super) ui: Ui,
+    pub(super) sandbox: &'a str,
+    /// Pass our standard input on.
+    pub(super) stdin: bool,
+    /// The command has a terminal of our terminal's size.
+    pub(super) tty: bool,
+    pub(super) on_signal: OnSignal,
+}
+
+impl Attendance<'_> {
+    /// Passes everything on until the command ends.
+    pub(super) async fn attend(&self, mut session: ExecSession, signals: &mut Signals) -> Result<Attended, Failure> {
+        let mut output = Output::start(self.ui.json);
+        let mut resized = listen(SignalKind::window_change())?;
+        let mut pid = None;
+        let mut signals_heard = 0;
+        let exit = loop {
+            tokio::select! {
+                event = session.next() => match event? {
+                    ExecEvent::Started { pid: started } => {
+                        pid = Some(started);
+                        output.tell(json!({"type": "started", "pid": started})).await;
+                        if self.stdin {
+                            start_reader(session.input());
+                        }
+                    }
+                    ExecEvent::Stdout(data) => output.put(Stream::Out, data).await,
+                    ExecEvent::Stderr(data) => output.put(Stream::Err, data).await,
+                    ExecEvent::Missed { bytes } => {
+                        self.ui.note(&format!("warning: {bytes} bytes of output were lost: the reader was too slow"));
+                        output.tell(json!({"type": "missed", "bytes": bytes})).await;
+                    }
+                    ExecEvent::Exit(exit) => break exit,
+                },
+                () = output.closed() => return Ok(Attended::OutputClosed),
+                _ = resized.recv(), if self.tty => if let Some(size) = terminal::size() {
+                    // A full queue means that the server is behind; the next change will tell it.
+                    let _ = session.input().try_send(ExecInput::Resize(size));
+                },
+                number = signals.next() => {
+                    signals_heard += 1;
+                    match (self.on_signal, pid) {
+                        (OnSignal::Forward, Some(pid)) if signals_heard <= FORWARDED_SIGNALS => {
+                            self.forward(pid, number).await;
+                        }
+                        _ => return Ok(Attended::Signalled(number)),
+                    }
+                }
+            }
+        };
+        let Exit { code, signal, timed_out, out_of_memory } = exit;
+        let event = json!({"type": "exit", "code": code, "signal": signal, "timed_out": timed_out,
+            "out_of_memory": out_of_memory});
+        output.tell(event).await;
+        tokio::select! {
+            // All output is written before we say how it ended.
+            () = output.finish() => Ok(Attended::Exited(exit)),
+            number = signals.next() => Ok(Attended::Signalled(number)),
+        }
+    }
+
+    async fn forward(&self, pid: u32, number: i32) {
+        if let Err(failure) = self.client.signal(self.sandbox, pid, number).await {
+            self.ui.note(&format!("warning: the signal did not reach the command: {failure}"));
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Stream {
+    Out,
+    Err,
+}
+
+/// Our standard output and error, written by a thread in order of arrival.
+struct Output {
+    queue: mpsc::Sender<(Stream, Bytes)>,
+    /// Resolves once the thread has ended: all is written, or nobody reads.
+    ended: oneshot::Receiver<()>,
+    /// One JSON event a line in place of the bytes.
+    json: bool,
+}
+
+impl Output {
+    fn start(json: bool) -> Self {
+        let (queue, mut writes) = mpsc::channel::<(Stream, Bytes)>(QUEUED_WRITES);
+        let (done, ended) = oneshot::channel();
+        thread::spawn(move || {
+            while let Some((stream, data)) = writes.blocking_recv() {
+                let written = match stream {
+                    Stream::Out => write_now(&mut io::stdout().lock(), &data),
+                    Stream::Err => write_now(&mut io::stderr().lock(), &data),
+                };
+                if written.is_err() {
+                    break;
+                }
+            }
+            // The other side may have left already.
+            let _ = done.send(());
+        });
+        Self { queue, ended, json }
+    }
+
+    async fn put(&self, stream: Stream, data: Bytes) {
+        if self.json {
+            let name = if stream == Stream::Out { "stdout" } else { "stderr" };
+            self.tell(json!({"type": name, "data": BASE64_STANDARD.encode(&data)})).await;
+        } else {
+            // Output that is closed shows in `closed`.
+            let _ = self.queue.send((stream, data)).await;
+        }
+    }
+
+    async fn tell(&self, event: Value) {
+        if self.json {
+            let _ = self.queue.send((Stream::Out, Bytes::from(format!("{event}\n")))).await;
+        }
+    }
+
+    /// Resolves when nobody reads any more. Cancel-safe.
+    async fn closed(&mut self) {
+        // An error too means that the thread is no more.
+        let _ = (&mut self.ended).await;
+    }
+
+    /// Waits until everything is written.
+    async fn finish(self) {
+        drop(self.queue);
+        let _ = self.ended.await;
+    }
+}
+
+fn write_now(out: &mut impl io::Write, data: &[u8]) -> io::Result<()> {
+    out.write_all(data)?;
+    out.flush()
+}
+
+/// A thread that reads our standard input to its end. It is left behind when the command ends first.
+fn start_reader(input: mpsc::Sender<ExecInput>) {
+    thread::spawn(move || {
+        let mut buffer = vec![0; READ_BYTES];
+        let mut stdin = io::stdin().lock();
+        loop {
+            let sent = match stdin.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(length) => input.blocking_send(ExecInput::Stdin(Bytes::copy_from_slice(&buffer[..length]))),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                // A directory or a terminal that is gone: the command gets the end of its input.
+                Err(_) => break,
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+        // The session may have ended.
+        let _ = input.blocking_send(ExecInput::CloseStdin);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_codes_are_those_a_shell_would_give() {
+        let code = |exit: Exit| Attended::Exited(exit).exit_code();
+        assert_eq!(code(Exit { code: Some(3), ..Exit::default() }), 3);
+        assert_eq!(code(Exit { signal: Some(9), ..Exit::default() }), 137);
+        assert_eq!(code(Exit { signal: Some(9), timed_out: true, ..Exit::default() }), 124);
+        assert_eq!(code(Exit::default()), 125, "an end without a cause is never a success");
+        assert_eq!(Attended::Signalled(2).exit_code(), 130);
+    }
+}

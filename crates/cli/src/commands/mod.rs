@@ -1,0 +1,70 @@
+//! The commands, one file a verb.
+
+use std::io;
+
+use tokio::runtime::{Builder, Runtime};
+
+use crate::{
+    args::{Arguments, Command, Common},
+    client::Client,
+    failure::Failure,
+    ui::Ui,
+};
+
+mod attend;
+mod cp;
+mod env;
+mod exec;
+mod run;
+mod sandboxes;
+mod template;
+mod version;
+
+/// What a command works with.
+#[derive(Clone)]
+pub(crate) struct Context {
+    pub(crate) client: Client,
+    pub(crate) ui: Ui,
+}
+
+/// A runtime of the size the command needs: clients are done before more threads have started.
+pub(crate) fn runtime(command: &Command) -> io::Result<Runtime> {
+    match command {
+        Command::Up(_) | Command::Bench(_) => Builder::new_multi_thread().enable_all().build(),
+        _ => Builder::new_current_thread().enable_all().build(),
+    }
+}
+
+/// Runs the command; its exit code.
+pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure> {
+    let Arguments { common, command } = arguments;
+    let context = |common: &Common| Client::find(common).map(|client| Context { client, ui });
+    match command {
+        Command::Run(args) => {
+            let context = context(&common).map_err(Failure::of_exec)?;
+            return run::run(&context, args).await.map_err(Failure::of_exec);
+        }
+        Command::Exec(args) => {
+            let context = context(&common).map_err(Failure::of_exec)?;
+            return exec::exec(&context, args).await.map_err(Failure::of_exec);
+        }
+        Command::Shell(args) => {
+            let context = context(&common).map_err(Failure::of_exec)?;
+            return exec::shell(&context, args).await.map_err(Failure::of_exec);
+        }
+        Command::Kill(args) => return sandboxes::kill(&context(&common)?, args).await,
+        Command::Create(args) => sandboxes::create(&context(&common)?, args).await,
+        Command::Ls(args) => sandboxes::ls(&context(&common)?, args).await,
+        Command::Info(args) => sandboxes::info(&context(&common)?, args).await,
+        Command::Logs(args) => sandboxes::logs(&context(&common)?, args).await,
+        Command::Extend(args) => sandboxes::extend(&context(&common)?, args).await,
+        Command::Cp(args) => cp::cp(&context(&common)?, args).await,
+        Command::Template(args) => template::template(&context(&common)?, args).await,
+        Command::Version => version::version(&common, ui).await,
+        Command::Env(args) => env::env(&common, ui, args),
+        Command::Up(_) | Command::Doctor(_) | Command::Bench(_) => {
+            Err(Failure::new("not_available", "this build has no such command yet"))
+        }
+    }?;
+    Ok(0)
+}

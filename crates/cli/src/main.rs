@@ -1,0 +1,5 @@
+//! The `stockade` program.
+
+fn main() -> std::process::ExitCode {
+    stockade_cli::main()
+}
