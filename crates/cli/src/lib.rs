@@ -16,9 +16,11 @@ mod args;
 mod client;
 mod commands;
 mod copy;
+mod doctor;
 mod failure;
 pub mod guest_binary;
 mod local_paths;
+mod server;
 mod terminal;
 mod ui;
 

@@ -7,6 +7,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::{
     args::{Arguments, Command, Common},
     client::Client,
+    doctor::doctor,
     failure::Failure,
     ui::Ui,
 };
@@ -62,9 +63,8 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Template(args) => template::template(&context(&common)?, args).await,
         Command::Version => version::version(&common, ui).await,
         Command::Env(args) => env::env(&common, ui, args),
-        Command::Up(_) | Command::Doctor(_) | Command::Bench(_) => {
-            Err(Failure::new("not_available", "this build has no such command yet"))
-        }
+        Command::Doctor(args) => return doctor(&common, args, ui).await,
+        Command::Up(_) | Command::Bench(_) => Err(Failure::new("not_available", "this build has no such command yet")),
     }?;
     Ok(0)
 }

@@ -1,0 +1,208 @@
+//! The data directory of one server.
+//!
+//! ```text
+//! lock        held (flock) while a server runs; holds its pid
+//! format      number of this layout; a newer one is refused, never touched
+//! api-key     the first key's text (0600)
+//! ready.json  how to reach the server, while it serves
+//! stockade.db records     tls/ certificates     kernel/ templates/ machines/ what the engine runs
+//! cache/      what templates are built from; may be removed at any time
+//! ```
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Read as _, Seek as _, Write as _},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use nix::fcntl::{Flock, FlockArg};
+use stockade_model::Secret;
+use tempfile::NamedTempFile;
+
+use crate::{
+    failure::Failure,
+    local_paths::{READY_FILE, Ready},
+};
+
+/// The layout this build knows.
+const FORMAT: u32 = 1;
+
+/// A data directory this process alone uses, until dropped.
+#[derive(Debug)]
+pub(crate) struct DataDir {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl DataDir {
+    /// Makes the directory if there is none, and takes it.
+    pub(crate) fn take(path: &Path) -> Result<Self, Failure> {
+        let path =
+            std::path::absolute(path).map_err(|error| Failure::host(format!("find {}", path.display()), error))?;
+        // Others have no business with records and keys.
+        fs::DirBuilder::new().recursive(true).mode(0o711).create(&path).map_err(|error| unusable(&path, &error))?;
+        let lock = take_lock(&path)?;
+        check_format(&path)?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn join(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Where the API key's text is.
+    pub(crate) fn key_file(&self) -> PathBuf {
+        self.join("api-key")
+    }
+
+    /// The API key in the key file; made, and `true`, if there is none.
+    pub(crate) fn api_key(&self) -> Result<(Secret, bool), Failure> {
+        let path = self.key_file();
+        match fs::read_to_string(&path) {
+            Ok(text) => return Ok((Secret::new(text.trim()), false)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(Failure::host(format!("read {}", path.display()), error)),
+        }
+        let key = Secret::random_hex("e2b_", 20);
+        self.write(&path, format!("{}\n", key.expose()).as_bytes(), 0o600)?;
+        Ok((key, true))
+    }
+
+    /// Says to the world that the server serves.
+    pub(crate) fn write_ready(&self, ready: &Ready) -> Result<(), Failure> {
+        let mut text = serde_json::to_vec_pretty(ready).map_err(|error| Failure::new("internal", error.to_string()))?;
+        text.push(b'\n');
+        self.write(&self.join(READY_FILE), &text, 0o644)
+    }
+
+    /// Takes that back.
+    pub(crate) fn remove_ready(&self) {
+        // It may not be there; clients find out at the latest when they connect.
+        let _ = fs::remove_file(self.join(READY_FILE));
+    }
+
+    /// Appears whole or not at all.
+    fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), Failure> {
+        use std::os::unix::fs::PermissionsExt as _;
+        let write = || {
+            let mut file = NamedTempFile::new_in(&self.path)?;
+            file.write_all(content)?;
+            file.as_file().set_permissions(fs::Permissions::from_mode(mode))?;
+            file.as_file().sync_all()?;
+            file.persist(path).map_err(io::Error::from)
+        };
+        write().map(drop).map_err(|error| unusable(path, &error))
+    }
+}
+
+fn take_lock(directory: &Path) -> Result<Flock<File>, Failure> {
+    let path = directory.join("lock");
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o644);
+    let file = options.open(&path).map_err(|error| unusable(&path, &error))?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(mut lock) => {
+            let mut write = || {
+                lock.set_len(0)?;
+                lock.rewind()?;
+                writeln!(lock, "{}", std::process::id())
+            };
+            write().map_err(|error| unusable(&path, &error))?;
+            Ok(lock)
+        }
+        Err((mut file, nix::errno::Errno::EWOULDBLOCK)) => {
+            let mut pid = String::new();
+            let _ = file.read_to_string(&mut pid);
+            let message = format!("{} is in use by another server, pid {}", directory.display(), pid.trim());
+            Err(Failure::new("data_dir_in_use", message).hint("stop that one, or name another --data-dir"))
+        }
+        Err((_, error)) => Err(Failure::host(format!("lock {}", path.display()), error)),
+    }
+}
+
+/// The pid of the server that holds the directory.
+pub(crate) fn holder(directory: &Path) -> Option<u32> {
+    let mut file = File::open(directory.join("lock")).ok()?;
+    let mut pid = String::new();
+    file.read_to_string(&mut pid).ok()?;
+    // A shared lock can be had exactly when no server has the exclusive one.
+    match Flock::lock(file, FlockArg::LockSharedNonblock) {
+        Ok(_) => None,
+        Err(_) => pid.trim().parse().ok(),
+    }
+}
+
+fn check_format(directory: &Path) -> Result<(), Failure> {
+    let path = directory.join("format");
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return fs::write(&path, format!("{FORMAT}\n")).map_err(|error| unusable(&path, &error));
+        }
+        Err(error) => return Err(unusable(&path, &error)),
+    };
+    match text.trim().parse::<u32>() {
+        Ok(FORMAT) => Ok(()),
+        Ok(found) if found > FORMAT => {
+            let message = format!(
+                "{} was written by a newer stockade (format {found}, this one knows {FORMAT})",
+                directory.display()
+            );
+            Err(Failure::new("data_dir_too_new", message).hint("use that version, or name another --data-dir"))
+        }
+        _ => {
+            let message = format!("{} does not hold a format number but {:?}", path.display(), text.trim());
+            Err(Failure::new("data_dir_damaged", message)
+                .hint("is it a data directory of stockade? name another --data-dir"))
+        }
+    }
+}
+
+fn unusable(path: &Path, error: &io::Error) -> Failure {
+    let failure = match error.kind() {
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            Failure::new("data_dir_read_only", format!("{} cannot be written: {error}", path.display()))
+        }
+        io::ErrorKind::StorageFull => Failure::new("no_space", format!("cannot write {}: {error}", path.display())),
+        _ => Failure::host(format!("write {}", path.display()), error),
+    };
+    failure.hint("name a directory this user can write with --data-dir or STOCKADE_DATA_DIR")
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_has_one_server_at_a_time_and_keeps_its_key() {
+        let place = TempDir::new().expect("a dir");
+        let first = DataDir::take(place.path()).expect("taken");
+        let (key, is_new) = first.api_key().expect("a key");
+        assert!(is_new && key.expose().len() == 44 && key.expose().starts_with("e2b_"));
+        assert_eq!(holder(place.path()), Some(std::process::id()));
+        let failure = DataDir::take(place.path()).expect_err("in use");
+        assert_eq!(failure.code, "data_dir_in_use");
+        assert!(failure.message.contains(&format!("pid {}", std::process::id())), "{failure}");
+        drop(first);
+        assert_eq!(holder(place.path()), None);
+        let (again, is_new) = DataDir::take(place.path()).expect("taken again").api_key().expect("a key");
+        assert!(!is_new && again.matches(key.expose()));
+    }
+
+    #[test]
+    fn a_directory_of_a_newer_version_is_refused_and_left_alone() {
+        let place = TempDir::new().expect("a dir");
+        fs::write(place.path().join("format"), "99\n").expect("a file");
+        assert_eq!(DataDir::take(place.path()).expect_err("refused").code, "data_dir_too_new");
+        assert_eq!(fs::read_to_string(place.path().join("format")).expect("a file"), "99\n");
+        fs::write(place.path().join("format"), "what\n").expect("a file");
+        assert_eq!(DataDir::take(place.path()).expect_err("refused").code, "data_dir_damaged");
+    }
+}
