@@ -1,0 +1,167 @@
+//! Lists of sandboxes.
+
+use axum::{
+    Extension, Json,
+    extract::{Query, State},
+    response::{IntoResponse, Response},
+};
+use http::{HeaderName, HeaderValue};
+use jiff::Timestamp;
+use serde::Deserialize;
+use stockade_model::{Sandbox, SandboxState};
+use stockade_service::{ListFilter, Page, Principal, ServiceError};
+
+use super::{super::error::HttpError, filter, sandboxes::ListedSandbox};
+use crate::AppState;
+
+const MAX_PAGE: u32 = 100;
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct ListQuery {
+    metadata: Option<String>,
+    state: Option<String>,
+    order: Option<String>,
+    started_after: Option<String>,
+    template: Option<String>,
+    limit: Option<i64>,
+    next_token: Option<String>,
+}
+
+/// A query in our words.
+struct Wanted {
+    filter: ListFilter,
+    started_after: Option<Timestamp>,
+    /// Nothing can match (paused sandboxes alone: there are none).
+    nothing: bool,
+}
+
+impl ListQuery {
+    fn wanted(self) -> Result<Wanted, HttpError> {
+        let bad = |problem: String| HttpError::bad_request(problem);
+        let metadata = filter::metadata(self.metadata.as_deref().unwrap_or_default())
+            .map_err(|problem| bad(format!("metadata: {problem}")))?;
+        let mut running = self.state.is_none();
+        for state in self.state.iter().flat_map(|states| states.split(',')).filter(|state| !state.is_empty()) {
+            match state {
+                "running" => running = true,
+                "paused" => {}
+                other => return Err(bad(format!("state '{other}' is neither running nor paused"))),
+            }
+        }
+        let ascending = match self.order.as_deref() {
+            None | Some("desc") => false,
+            Some("asc") => true,
+            Some(other) => return Err(bad(format!("order '{other}' is neither asc nor desc"))),
+        };
+        let started_after = self.started_after.map(|text| text.parse::<Timestamp>());
+        let started_after = started_after.transpose().map_err(|error| bad(format!("startedAfter: {error}")))?;
+        if let Some(template) = self.template.as_deref().filter(|template| template.contains(':')) {
+            return Err(bad(format!("template '{template}' has a tag; filter by its name or id")));
+        }
+        let limit = match self.limit {
+            None => MAX_PAGE,
+            Some(limit) => u32::try_from(limit)
+                .ok()
+                .filter(|limit| (1..=MAX_PAGE).contains(limit))
+                .ok_or_else(|| bad(format!("limit is {limit}; 1 to {MAX_PAGE} are possible")))?,
+        };
+        let filter = ListFilter {
+            states: vec![SandboxState::Running],
+            metadata,
+            template: self.template,
+            ascending,
+            limit,
+            cursor: self.next_token.filter(|token| !token.is_empty()),
+        };
+        Ok(Wanted { filter, started_after, nothing: !running })
+    }
+}
+
+impl Wanted {
+    /// One page. Short pages are fine, an empty one before the end is not: clients stop at it.
+    async fn page(mut self, state: &AppState, who: &Principal) -> Result<Page<Sandbox>, HttpError> {
+        let empty = || Page { items: Vec::new(), cursor: None };
+        if self.nothing {
+            return Ok(empty());
+        }
+        loop {
+            let mut page = match state.service.list(who, &self.filter).await {
+                Ok(page) => page,
+                Err(ServiceError::TemplateNotFound { .. }) => return Ok(empty()),
+                Err(error) => return Err(error.into()),
+            };
+            if let Some(after) = self.started_after {
+                let before = page.items.len();
+                page.items.retain(|sandbox| sandbox.started_at.unwrap_or(sandbox.created_at) > after);
+                // Newest first: the rest is older still.
+                if !self.filter.ascending && page.items.len() < before {
+                    page.cursor = None;
+                }
+            }
+            if !page.items.is_empty() || page.cursor.is_none() {
+                return Ok(page);
+            }
+            self.filter.cursor = page.cursor;
+        }
+    }
+}
+
+pub(super) async fn list(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Query(query): Query<ListQuery>,
+) -> Result<Response, HttpError> {
+    let page = query.wanted()?.page(&state, &who).await?;
+    let items: Vec<ListedSandbox> = page.items.iter().map(ListedSandbox::of).collect();
+    let mut response = Json(items).into_response();
+    let token = page.cursor.and_then(|cursor| HeaderValue::from_str(&cursor).ok());
+    response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
+    Ok(response)
+}
+
+/// The first list call: all that run, in one answer.
+pub(super) async fn list_running(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Query(query): Query<ListQuery>,
+) -> Result<Json<Vec<ListedSandbox>>, HttpError> {
+    let Wanted { mut filter, .. } = ListQuery { metadata: query.metadata, ..ListQuery::default() }.wanted()?;
+    filter.limit = 1000;
+    let mut items = Vec::new();
+    loop {
+        let page = state.service.list(&who, &filter).await?;
+        items.extend(page.items.iter().map(ListedSandbox::of));
+        match page.cursor {
+            Some(cursor) => filter.cursor = Some(cursor),
+            None => return Ok(Json(items)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_queries_are_refused_by_name() {
+        let refused = |query: ListQuery| query.wanted().err().expect("must be refused").message;
+        let text = |text: &str| Some(text.to_owned());
+        assert!(refused(ListQuery { limit: Some(0), ..ListQuery::default() }).contains("limit"));
+        assert!(refused(ListQuery { limit: Some(101), ..ListQuery::default() }).contains("limit"));
+        assert!(refused(ListQuery { state: text("gone"), ..ListQuery::default() }).contains("gone"));
+        assert!(refused(ListQuery { order: text("up"), ..ListQuery::default() }).contains("up"));
+        assert!(refused(ListQuery { template: text("a:b"), ..ListQuery::default() }).contains("tag"));
+        assert!(refused(ListQuery { started_after: text("x"), ..ListQuery::default() }).contains("startedAfter"));
+    }
+
+    #[test]
+    fn paused_alone_matches_nothing_and_both_match_what_runs() {
+        let nothing = |state: &str| {
+            let query = ListQuery { state: Some(state.to_owned()), ..ListQuery::default() };
+            query.wanted().unwrap_or_else(|error| panic!("{}", error.message)).nothing
+        };
+        assert!(nothing("paused"));
+        assert!(!nothing("running,paused"));
+    }
+}

@@ -1,0 +1,105 @@
+//! `api.e2b.<base>`: sandboxes and templates as E2B's SDKs and CLI ask for them.
+
+use axum::{
+    Json, Router,
+    body::Bytes,
+    extract::{DefaultBodyLimit, Request, State},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{delete, get, post, put},
+};
+use http::{HeaderMap, Method, StatusCode, Uri, header};
+use serde::de::DeserializeOwned;
+use stockade_model::SandboxId;
+use tower_http::cors::CorsLayer;
+
+use super::error::HttpError;
+use crate::AppState;
+
+mod filter;
+mod later;
+mod list;
+mod metrics;
+mod sandboxes;
+mod templates;
+
+const MAX_BODY_BYTES: usize = 1 << 20;
+
+pub(super) fn router(state: AppState) -> Router {
+    let with_key = Router::new()
+        .route("/sandboxes", get(list::list_running).post(sandboxes::create_v1))
+        .route("/v2/sandboxes", get(list::list).post(sandboxes::create_v2))
+        .route("/sandboxes/metrics", get(metrics::many))
+        .route("/sandboxes/{id}", get(sandboxes::info).delete(sandboxes::kill))
+        .route("/sandboxes/{id}/connect", post(sandboxes::connect_v1))
+        .route("/v2/sandboxes/{id}/connect", post(sandboxes::connect_v2))
+        .route("/sandboxes/{id}/resume", post(sandboxes::resume))
+        .route("/sandboxes/{id}/timeout", post(sandboxes::set_timeout))
+        .route("/sandboxes/{id}/refreshes", post(sandboxes::refresh))
+        .route("/sandboxes/{id}/metrics", get(metrics::one))
+        .route("/sandboxes/{id}/pause", post(later::pause))
+        .route("/sandboxes/{id}/fork", post(later::fork))
+        .route("/sandboxes/{id}/snapshots", post(later::snapshot))
+        .route("/sandboxes/{id}/network", put(later::network))
+        .route("/sandboxes/{id}/logs", get(later::logs))
+        .route("/v2/sandboxes/{id}/logs", get(later::logs))
+        .route("/snapshots", get(later::snapshots))
+        .route("/templates", get(templates::list))
+        .route("/templates/aliases/{alias}", get(templates::alias))
+        .route("/templates/{id}", delete(later::templates))
+        .fallback(fallback)
+        .method_not_allowed_fallback(fallback)
+        .layer(middleware::from_fn_with_state(state.clone(), require_key));
+    Router::new()
+        .route("/health", get(|| async { StatusCode::NO_CONTENT }))
+        .merge(with_key)
+        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(CorsLayer::permissive())
+        .with_state(state)
+}
+
+async fn require_key(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
+    let Some(key) = key_of(request.headers()) else {
+        let message = "API key is missing: send it as X-API-Key";
+        return HttpError::new(StatusCode::UNAUTHORIZED, message).into_response();
+    };
+    match state.service.authenticate(key).await {
+        Ok(Some(principal)) => {
+            request.extensions_mut().insert(principal);
+            next.run(request).await
+        }
+        Ok(None) => HttpError::new(StatusCode::UNAUTHORIZED, "API key is not valid").into_response(),
+        Err(error) => HttpError::from(error).into_response(),
+    }
+}
+
+fn key_of(headers: &HeaderMap) -> Option<&str> {
+    if let Some(key) = headers.get("x-api-key") {
+        return key.to_str().ok();
+    }
+    let (scheme, token) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+}
+
+/// What no route answers: an area of E2B's API that this release lacks, or nothing of it at all.
+async fn fallback(method: Method, uri: Uri) -> HttpError {
+    later::area(uri.path()).unwrap_or_else(|| {
+        HttpError::new(StatusCode::NOT_FOUND, format!("there is no {method} {} in this API", uri.path()))
+    })
+}
+
+/// A JSON body; an empty one counts as `{}`. Unknown fields and wrong types are named.
+fn parse<T: DeserializeOwned>(body: &Bytes) -> Result<T, HttpError> {
+    let text: &[u8] = if body.is_empty() { b"{}" } else { body };
+    serde_json::from_slice(text)
+        .map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))
+}
+
+/// An id from a path: `<id>` or, as older clients write it, `<id>-<client id>`.
+fn sandbox_id(text: &str) -> Result<SandboxId, HttpError> {
+    let id = text.split_once('-').map_or(text, |(id, _)| id);
+    id.parse().map_err(|_| HttpError::sandbox_not_found(text))
+}
+
+/// For handlers that answer with JSON.
+type JsonResult<T> = Result<Json<T>, HttpError>;

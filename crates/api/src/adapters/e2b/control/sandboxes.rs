@@ -1,0 +1,465 @@
+//! Create, connect, info, timeout, kill.
+//!
+//! There are two generations of create and connect. The first makes unsecured sandboxes unless told
+//! otherwise and lives 15 seconds by default; the second always secures and lives 5 minutes.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use axum::{
+    Extension, Json,
+    body::Bytes,
+    extract::{Path, State},
+};
+use http::{HeaderMap, StatusCode};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use stockade_model::{Sandbox, SandboxId};
+use stockade_service::{CreateSandbox, Principal};
+
+use super::{
+    super::{
+        ENVD_VERSION,
+        access::{OPEN_LABEL, is_secured},
+        error::HttpError,
+    },
+    JsonResult, parse, sandbox_id,
+};
+use crate::AppState;
+
+const DEFAULT_TIMEOUT_V1: i64 = 15;
+const DEFAULT_TIMEOUT_V2: i64 = 300;
+
+/// Deprecated, but every client demands some text.
+const CLIENT_ID: &str = "stockade";
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct NewSandbox {
+    #[serde(rename = "templateID")]
+    template_id: String,
+    timeout: Option<i64>,
+    auto_pause: Option<bool>,
+    auto_pause_memory: Option<bool>,
+    auto_resume: Option<AutoResume>,
+    secure: Option<bool>,
+    /// Absent and true are the peer's default; there is no egress yet, and the detail says so.
+    #[serde(rename = "allow_internet_access", alias = "allowInternetAccess")]
+    _allow_internet_access: Option<bool>,
+    network: Option<Value>,
+    metadata: Option<BTreeMap<String, String>>,
+    env_vars: Option<BTreeMap<String, String>>,
+    mcp: Option<Value>,
+    iam: Option<Value>,
+    volume_mounts: Option<Vec<Value>>,
+}
+
+#[derive(Deserialize)]
+struct AutoResume {
+    enabled: bool,
+}
+
+impl NewSandbox {
+    /// Refuses what this release cannot honour: a sandbox that quietly lacks it would be worse.
+    fn check(&self) -> Result<(), HttpError> {
+        let filled = |value: &Option<Value>| {
+            value.as_ref().is_some_and(|value| !value.is_null() && value != &Value::Object(serde_json::Map::new()))
+        };
+        let asked = [
+            (self.auto_pause == Some(true), "autoPause", "leave it out or send false: the sandbox ends at its timeout"),
+            (self.auto_pause_memory == Some(false), "autoPauseMemory", "leave it out: there is no auto-pause"),
+            (self.auto_resume.as_ref().is_some_and(|auto| auto.enabled), "autoResume", "leave it out or disable it"),
+            (filled(&self.network), "network", "leave it out: sandboxes have no network beside their previews"),
+            (filled(&self.mcp), "mcp", "leave it out and start the server with a command"),
+            (filled(&self.iam), "iam", "leave it out and pass what the sandbox needs in envVars"),
+            (
+                self.volume_mounts.as_ref().is_some_and(|mounts| !mounts.is_empty()),
+                "volumeMounts",
+                "leave it out and upload the files",
+            ),
+        ];
+        match asked.into_iter().find(|(asked, ..)| *asked) {
+            Some((_, field, instead)) => {
+                Err(HttpError::bad_request(format!("{field} is not supported by this release of Stockade; {instead}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn request(self, default_timeout: i64, secured: bool, headers: &HeaderMap) -> Result<CreateSandbox, HttpError> {
+        self.check()?;
+        let timeout = self.timeout.unwrap_or(default_timeout);
+        let lifetime = u64::try_from(timeout).ok().filter(|seconds| *seconds > 0);
+        let lifetime = lifetime
+            .ok_or_else(|| HttpError::bad_request(format!("timeout is {timeout}; it must be over 0 seconds")))?;
+        let mut metadata = self.metadata.unwrap_or_default();
+        if metadata.contains_key(OPEN_LABEL) {
+            return Err(HttpError::bad_request(format!("metadata key '{OPEN_LABEL}' is reserved")));
+        }
+        if !secured {
+            metadata.insert(OPEN_LABEL.to_owned(), "true".to_owned());
+        }
+        Ok(CreateSandbox {
+            template: template_name(&self.template_id)?,
+            lifetime: Duration::from_secs(lifetime),
+            metadata,
+            env: self.env_vars.unwrap_or_default(),
+            idempotency_key: idempotency_key(headers)?,
+        })
+    }
+}
+
+/// `[namespace/]alias[:tag]` as a name of ours: trimmed, lower case, the tag everyone has left out.
+fn template_name(text: &str) -> Result<String, HttpError> {
+    let name = text.trim().to_ascii_lowercase();
+    match name.split_once(':') {
+        None => Ok(name),
+        Some((name, "default")) => Ok(name.to_owned()),
+        Some((name, tag)) => {
+            let message = format!("tag '{tag}' does not exist for template '{name}'");
+            Err(HttpError::new(StatusCode::NOT_FOUND, message))
+        }
+    }
+}
+
+fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, HttpError> {
+    let Some(value) = headers.get("idempotency-key") else { return Ok(None) };
+    let key = value.to_str().unwrap_or_default();
+    let valid = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
+    if key.is_empty() || key.len() > 255 || !key.bytes().all(valid) {
+        return Err(HttpError::bad_request("Idempotency-Key must be 1 to 255 letters, digits and dashes"));
+    }
+    Ok(Some(key.to_owned()))
+}
+
+/// `Sandbox`: what create and connect answer.
+#[derive(Serialize)]
+pub(super) struct SandboxReply {
+    #[serde(rename = "templateID")]
+    template_id: String,
+    #[serde(rename = "sandboxID")]
+    sandbox_id: String,
+    #[serde(rename = "clientID")]
+    client_id: &'static str,
+    alias: String,
+    #[serde(rename = "envdVersion")]
+    envd_version: &'static str,
+    #[serde(rename = "envdAccessToken", skip_serializing_if = "Option::is_none")]
+    envd_access_token: Option<String>,
+    #[serde(rename = "trafficAccessToken")]
+    traffic_access_token: Option<String>,
+    domain: Option<String>,
+}
+
+impl SandboxReply {
+    fn of(sandbox: &Sandbox) -> Self {
+        Self {
+            template_id: sandbox.template.to_string(),
+            sandbox_id: sandbox.id.to_string(),
+            client_id: CLIENT_ID,
+            alias: sandbox.template_name.clone(),
+            envd_version: ENVD_VERSION,
+            envd_access_token: token(sandbox),
+            traffic_access_token: None,
+            domain: None,
+        }
+    }
+}
+
+fn token(sandbox: &Sandbox) -> Option<String> {
+    is_secured(sandbox).then(|| sandbox.access_token.expose().to_owned())
+}
+
+/// `ListedSandbox`.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ListedSandbox {
+    #[serde(rename = "templateID")]
+    template_id: String,
+    alias: String,
+    #[serde(rename = "sandboxID")]
+    sandbox_id: String,
+    #[serde(rename = "clientID")]
+    client_id: &'static str,
+    started_at: Timestamp,
+    end_at: Timestamp,
+    cpu_count: u32,
+    #[serde(rename = "memoryMB")]
+    memory_mb: u64,
+    #[serde(rename = "diskSizeMB")]
+    disk_size_mb: u64,
+    metadata: BTreeMap<String, String>,
+    state: &'static str,
+    envd_version: &'static str,
+    volume_mounts: [(); 0],
+}
+
+impl ListedSandbox {
+    pub(super) fn of(sandbox: &Sandbox) -> Self {
+        let mut metadata = sandbox.metadata.clone();
+        metadata.remove(OPEN_LABEL);
+        Self {
+            template_id: sandbox.template.to_string(),
+            alias: sandbox.template_name.clone(),
+            sandbox_id: sandbox.id.to_string(),
+            client_id: CLIENT_ID,
+            started_at: sandbox.started_at.unwrap_or(sandbox.created_at),
+            end_at: sandbox.deadline,
+            cpu_count: sandbox.shape.vcpus,
+            memory_mb: sandbox.shape.memory_mib,
+            disk_size_mb: sandbox.shape.disk_mib,
+            metadata,
+            state: "running",
+            envd_version: ENVD_VERSION,
+            volume_mounts: [],
+        }
+    }
+}
+
+/// `SandboxDetail`.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct SandboxDetail {
+    #[serde(flatten)]
+    listed: ListedSandbox,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    envd_access_token: Option<String>,
+    /// False whatever was asked: there is no egress in this release.
+    allow_internet_access: bool,
+    domain: Option<String>,
+    lifecycle: Lifecycle,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Lifecycle {
+    auto_resume: bool,
+    on_timeout: &'static str,
+}
+
+pub(super) async fn create_v1(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
+    let new: NewSandbox = parse(&body)?;
+    let secured = new.secure.unwrap_or(false);
+    create(&state, &who, new.request(DEFAULT_TIMEOUT_V1, secured, &headers)?).await
+}
+
+pub(super) async fn create_v2(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
+    let new: NewSandbox = parse(&body)?;
+    if new.secure == Some(false) {
+        return Err(HttpError::bad_request(
+            "secure cannot be false: sandboxes made by /v2/sandboxes are always secured",
+        ));
+    }
+    create(&state, &who, new.request(DEFAULT_TIMEOUT_V2, true, &headers)?).await
+}
+
+async fn create(
+    state: &AppState,
+    who: &Principal,
+    request: CreateSandbox,
+) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
+    let sandbox = state.service.create(who, request).await?;
+    Ok((StatusCode::CREATED, Json(SandboxReply::of(&sandbox))))
+}
+
+/// A sandbox that still lives.
+pub(super) async fn live(state: &AppState, who: &Principal, id: &SandboxId) -> Result<Sandbox, HttpError> {
+    let sandbox = state.service.get(who, id).await?;
+    match sandbox.ending {
+        None => Ok(sandbox),
+        Some(_) => Err(HttpError::sandbox_not_found(id.as_str())),
+    }
+}
+
+pub(super) async fn info(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+) -> JsonResult<SandboxDetail> {
+    let sandbox = live(&state, &who, &sandbox_id(&id)?).await?;
+    Ok(Json(SandboxDetail {
+        listed: ListedSandbox::of(&sandbox),
+        envd_access_token: token(&sandbox),
+        allow_internet_access: false,
+        domain: None,
+        lifecycle: Lifecycle { auto_resume: false, on_timeout: "kill" },
+    }))
+}
+
+pub(super) async fn kill(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+) -> Result<StatusCode, HttpError> {
+    state.service.kill(&who, &sandbox_id(&id)?).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ConnectSandbox {
+    timeout: Option<i64>,
+    /// False asks for a cold boot of a paused sandbox; one that runs is left as it is either way.
+    #[serde(rename = "memory")]
+    _memory: Option<bool>,
+}
+
+pub(super) async fn connect_v1(
+    state: State<AppState>,
+    who: Extension<Principal>,
+    id: Path<String>,
+    body: Bytes,
+) -> JsonResult<SandboxReply> {
+    let request: ConnectSandbox = parse(&body)?;
+    let timeout = request.timeout.ok_or_else(|| HttpError::bad_request("timeout is missing"))?;
+    connect(state, who, id, timeout).await
+}
+
+pub(super) async fn connect_v2(
+    state: State<AppState>,
+    who: Extension<Principal>,
+    id: Path<String>,
+    body: Bytes,
+) -> JsonResult<SandboxReply> {
+    let request: ConnectSandbox = parse(&body)?;
+    connect(state, who, id, request.timeout.unwrap_or(DEFAULT_TIMEOUT_V2)).await
+}
+
+/// Connecting to a running sandbox only ever extends its life.
+async fn connect(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+    timeout: i64,
+) -> JsonResult<SandboxReply> {
+    let id = sandbox_id(&id)?;
+    let seconds = u64::try_from(timeout).map_err(|_| HttpError::bad_request("timeout must not be negative"))?;
+    let sandbox = match seconds {
+        0 => live(&state, &who, &id).await?,
+        seconds => state.service.extend(&who, &id, Duration::from_secs(seconds)).await?,
+    };
+    Ok(Json(SandboxReply::of(&sandbox)))
+}
+
+/// The old way to resume; a sandbox that runs is a conflict.
+pub(super) async fn resume(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+) -> HttpError {
+    let sandbox = match sandbox_id(&id) {
+        Ok(id) => live(&state, &who, &id).await,
+        Err(error) => return error,
+    };
+    match sandbox {
+        Ok(_) => HttpError::new(StatusCode::CONFLICT, format!("sandbox {id} is running already")),
+        Err(error) => error,
+    }
+}
+
+#[derive(Deserialize)]
+struct Timeout {
+    timeout: i64,
+}
+
+pub(super) async fn set_timeout(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+    body: Bytes,
+) -> Result<StatusCode, HttpError> {
+    let Timeout { timeout } = parse(&body)?;
+    // Zero and below: at once.
+    let lifetime = Duration::from_secs(u64::try_from(timeout).unwrap_or(0));
+    state.service.set_lifetime(&who, &sandbox_id(&id)?, lifetime).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+#[derive(Deserialize)]
+struct Refresh {
+    duration: Option<u64>,
+}
+
+pub(super) async fn refresh(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+    body: Bytes,
+) -> Result<StatusCode, HttpError> {
+    let Refresh { duration } = parse(&body)?;
+    let seconds = duration.unwrap_or(DEFAULT_TIMEOUT_V1.unsigned_abs());
+    if seconds > 3600 {
+        return Err(HttpError::bad_request(format!("duration is {seconds}; at most 3600 seconds are possible")));
+    }
+    let id = sandbox_id(&id)?;
+    match seconds {
+        0 => live(&state, &who, &id).await?,
+        seconds => state.service.extend(&who, &id, Duration::from_secs(seconds)).await?,
+    };
+    Ok(StatusCode::NO_CONTENT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(json: &str) -> Result<CreateSandbox, HttpError> {
+        parse::<NewSandbox>(&Bytes::copy_from_slice(json.as_bytes()))?.request(300, true, &HeaderMap::new())
+    }
+
+    #[test]
+    fn what_both_generations_of_sdks_send_is_accepted() {
+        for json in [
+            r#"{"templateID":"base","timeout":300,"secure":true,"allow_internet_access":true}"#,
+            r#"{"templateID":"base","metadata":{},"envVars":{}}"#,
+            r#"{"templateID":"base"}"#,
+            r#"{"templateID":"base","autoPause":false,"autoResume":{"enabled":false},"mcp":null,"network":{}}"#,
+            r#"{"templateID":" Base:default ","allow_internet_access":false}"#,
+        ] {
+            let request = request(json).unwrap_or_else(|error| panic!("{json}: {}", error.message));
+            assert_eq!(request.template, "base");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_honoured_is_refused_by_its_name() {
+        for (field, value) in [
+            ("autoPause", "true"),
+            ("autoPauseMemory", "false"),
+            ("autoResume", r#"{"enabled":true}"#),
+            ("network", r#"{"denyOut":["0.0.0.0/0"]}"#),
+            ("mcp", r#"{"x":{}}"#),
+            ("iam", r#"{"tokens":{}}"#),
+            ("volumeMounts", r#"[{"name":"v","path":"/v"}]"#),
+            ("somethingNew", "1"),
+        ] {
+            let error = request(&format!(r#"{{"templateID":"base","{field}":{value}}}"#)).expect_err(field);
+            assert_eq!(error.status, StatusCode::BAD_REQUEST);
+            assert!(error.message.contains(field), "{}", error.message);
+        }
+    }
+
+    #[test]
+    fn timeouts_and_tags_that_make_no_sense_are_refused() {
+        assert!(request(r#"{"templateID":"base","timeout":0}"#).is_err());
+        assert!(request(r#"{"templateID":"base","timeout":-5}"#).is_err());
+        let error = request(r#"{"templateID":"base:v9"}"#).expect_err("no such tag");
+        assert_eq!(error.message, "tag 'v9' does not exist for template 'base'");
+    }
+
+    #[test]
+    fn the_label_that_opens_a_sandbox_cannot_be_set_by_a_client() {
+        let error = request(&format!(r#"{{"templateID":"base","metadata":{{"{OPEN_LABEL}":"true"}}}}"#));
+        assert!(error.expect_err("reserved").message.contains("reserved"));
+    }
+}

@@ -1,0 +1,104 @@
+//! Errors outside the Connect protocol: `{"code": <HTTP status>, "message": "..."}`.
+
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use http::{HeaderValue, StatusCode, header};
+use serde::Serialize;
+use stockade_engine::EngineError;
+use stockade_service::ServiceError;
+
+/// An error of the control API or of envd's HTTP routes.
+#[derive(Debug)]
+pub(super) struct HttpError {
+    pub(super) status: StatusCode,
+    pub(super) message: String,
+    /// A word of E2B's list, where the SDKs tell errors of one status apart by it.
+    error_code: Option<&'static str>,
+    retry_after_seconds: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct ErrorJson<'a> {
+    code: u16,
+    message: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error_code: Option<&'static str>,
+}
+
+impl HttpError {
+    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), error_code: None, retry_after_seconds: None }
+    }
+
+    pub(super) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// Something of E2B's API that this release does not have; never an answer that could pass for success.
+    pub(super) fn not_supported(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_IMPLEMENTED, message)
+    }
+
+    pub(super) fn sandbox_not_found(id: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, format!("Sandbox \"{id}\" doesn't exist or you don't have access to it"))
+    }
+}
+
+impl IntoResponse for HttpError {
+    fn into_response(self) -> Response {
+        let json = ErrorJson { code: self.status.as_u16(), message: &self.message, error_code: self.error_code };
+        let mut response = (self.status, Json(json)).into_response();
+        if let Some(seconds) = self.retry_after_seconds {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+impl From<ServiceError> for HttpError {
+    fn from(error: ServiceError) -> Self {
+        match error {
+            ServiceError::TemplateNotFound { name } => {
+                Self::new(StatusCode::NOT_FOUND, format!("template '{name}' not found"))
+            }
+            ServiceError::SandboxNotFound { id } => Self::sandbox_not_found(&id),
+            ServiceError::SandboxEnded { id, .. } => Self::sandbox_not_found(id.as_str()),
+            ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, error.to_string()),
+            ServiceError::Invalid { .. } => Self::bad_request(error.to_string()),
+            ServiceError::IdempotencyConflict => Self::new(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),
+            ServiceError::WrongToken => Self::new(StatusCode::UNAUTHORIZED, error.to_string()),
+            ServiceError::Busy { retry_after, .. } => Self {
+                error_code: Some("sandbox_capacity_unavailable"),
+                retry_after_seconds: Some(retry_after.as_secs().max(1)),
+                ..Self::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+            },
+            ServiceError::Engine(engine @ EngineError::NoCapacity { .. }) => Self {
+                error_code: Some("sandbox_capacity_unavailable"),
+                retry_after_seconds: Some(5),
+                ..Self::new(StatusCode::SERVICE_UNAVAILABLE, engine.to_string())
+            },
+            other => {
+                let chain = chain(&other);
+                tracing::error!(error = chain, "an E2B request failed");
+                Self {
+                    error_code: Some("internal_server_error"),
+                    ..Self::new(StatusCode::INTERNAL_SERVER_ERROR, other.to_string())
+                }
+            }
+        }
+    }
+}
+
+/// The error and its causes, each once.
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
