@@ -10,7 +10,7 @@
 //! `failed` and `gone` are final and keep a record of when and why. The tiers below `running`
 //! (paused, hibernated, ...) join between `running` and `killing`.
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, str::FromStr};
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -73,6 +73,24 @@ impl SandboxState {
             Self::Killing => "killing",
             Self::Gone => "gone",
         }
+    }
+}
+
+/// A word that names no state.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{text:?} is not a state of a sandbox: expected creating, running, failed, killing or gone")]
+pub struct UnknownState {
+    text: String,
+}
+
+impl FromStr for SandboxState {
+    type Err = UnknownState;
+
+    fn from_str(text: &str) -> Result<Self, UnknownState> {
+        Self::ALL
+            .into_iter()
+            .find(|state| state.as_str() == text)
+            .ok_or_else(|| UnknownState { text: text.chars().take(64).collect() })
     }
 }
 
@@ -148,4 +166,25 @@ pub struct Sandbox {
     pub deadline: Timestamp,
     /// Set once it is final.
     pub ending: Option<Ending>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_state_reads_back_from_its_word() {
+        for state in SandboxState::ALL {
+            assert_eq!(state.as_str().parse(), Ok(state));
+        }
+        assert!("paused?".parse::<SandboxState>().is_err());
+    }
+
+    #[test]
+    fn nothing_follows_a_final_state_and_no_state_is_a_dead_end_otherwise() {
+        for from in SandboxState::ALL {
+            let followers = SandboxState::ALL.into_iter().filter(|to| from.step(*to).is_ok()).count();
+            assert_eq!(followers == 0, from.is_final(), "{from}");
+        }
+    }
 }

@@ -1,0 +1,162 @@
+use std::path::PathBuf;
+
+use sqlx::sqlite::SqliteRow;
+use stockade_model::{Template, TemplateId, TemplateState, WorkspaceId};
+
+use crate::{
+    Store, StoreError,
+    open::BEGIN,
+    rows::{get, id, instant, json, millis, shape, signed, to_json},
+};
+
+/// A template and where its files are.
+#[derive(Clone, Debug)]
+pub struct TemplateRecord {
+    /// The template.
+    pub template: Template,
+    /// Its directory, as the engine takes it.
+    pub directory: PathBuf,
+}
+
+impl Store {
+    /// Keeps a template. Registering one again (same id) updates it; a ready one replaces the ready one
+    /// of its name.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn put_template(&self, record: &TemplateRecord) -> Result<(), StoreError> {
+        let fail = || StoreError::database("keep a template");
+        let template = &record.template;
+        let workspace = template.workspace.as_ref().map(WorkspaceId::as_str);
+        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
+        if template.state == TemplateState::Ready {
+            sqlx::query(
+                "UPDATE templates SET state = 'replaced'
+                 WHERE workspace IS ? AND name = ? AND state = 'ready' AND id <> ?",
+            )
+            .bind(workspace)
+            .bind(&template.name)
+            .bind(template.id.as_str())
+            .execute(&mut *tx)
+            .await
+            .map_err(fail())?;
+        }
+        sqlx::query(
+            "INSERT OR REPLACE INTO templates (id, workspace, name, state, vcpus, memory_mib, disk_mib, recipe_digest,
+                 env, default_user, default_cwd, directory, created_ms)
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        )
+        .bind(template.id.as_str())
+        .bind(workspace)
+        .bind(&template.name)
+        .bind(state_word(template.state))
+        .bind(template.shape.vcpus)
+        .bind(signed(template.shape.memory_mib))
+        .bind(signed(template.shape.disk_mib))
+        .bind(&template.recipe_digest)
+        .bind(to_json(&template.env))
+        .bind(&template.default_user)
+        .bind(&template.default_cwd)
+        .bind(record.directory.to_string_lossy())
+        .bind(millis(template.created_at))
+        .execute(&mut *tx)
+        .await
+        .map_err(fail())?;
+        tx.commit().await.map_err(fail())
+    }
+
+    /// The template of an id, or the ready one of a name; a workspace's own before everyone's.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn template(
+        &self,
+        workspace: &WorkspaceId,
+        name_or_id: &str,
+    ) -> Result<Option<TemplateRecord>, StoreError> {
+        sqlx::query(
+            "SELECT * FROM templates
+             WHERE (workspace = ?1 OR workspace IS NULL) AND (id = ?2 OR (name = ?2 AND state = 'ready'))
+             ORDER BY workspace IS NULL LIMIT 1",
+        )
+        .bind(workspace.as_str())
+        .bind(name_or_id)
+        .fetch_optional(&self.read)
+        .await
+        .map_err(StoreError::database("look up a template"))?
+        .map(|row| template(&row))
+        .transpose()
+    }
+
+    /// The ready templates a workspace can use, by name.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn templates(&self, workspace: &WorkspaceId) -> Result<Vec<TemplateRecord>, StoreError> {
+        sqlx::query(
+            "SELECT * FROM templates WHERE (workspace = ? OR workspace IS NULL) AND state = 'ready' ORDER BY name, id",
+        )
+        .bind(workspace.as_str())
+        .fetch_all(&self.read)
+        .await
+        .map_err(StoreError::database("list templates"))?
+        .iter()
+        .map(template)
+        .collect()
+    }
+
+    /// Every template of every workspace, for the server's own use.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn all_templates(&self) -> Result<Vec<TemplateRecord>, StoreError> {
+        sqlx::query("SELECT * FROM templates ORDER BY created_ms, id")
+            .fetch_all(&self.read)
+            .await
+            .map_err(StoreError::database("list templates"))?
+            .iter()
+            .map(template)
+            .collect()
+    }
+
+    /// Forgets a template whose files are gone; for the server's own use.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn remove_template(&self, id: &TemplateId) -> Result<(), StoreError> {
+        let done = sqlx::query("DELETE FROM templates WHERE id = ?").bind(id.as_str()).execute(&self.write).await;
+        done.map(drop).map_err(StoreError::database("remove a template"))
+    }
+}
+
+fn state_word(state: TemplateState) -> &'static str {
+    match state {
+        TemplateState::Building => "building",
+        TemplateState::Ready => "ready",
+        TemplateState::Failed => "failed",
+        TemplateState::Replaced => "replaced",
+    }
+}
+
+fn template(row: &SqliteRow) -> Result<TemplateRecord, StoreError> {
+    let workspace: Option<&str> = get(row, "workspace")?;
+    let state: &str = get(row, "state")?;
+    let states =
+        [TemplateState::Building, TemplateState::Ready, TemplateState::Failed, TemplateState::Replaced].into_iter();
+    let template = Template {
+        id: id(row, "id")?,
+        workspace: workspace.map(str::parse).transpose().map_err(|error| StoreError::damaged("workspace", error))?,
+        name: get(row, "name")?,
+        state: states
+            .into_iter()
+            .find(|known| state_word(*known) == state)
+            .ok_or_else(|| StoreError::damaged("a template's state", state))?,
+        shape: shape(row)?,
+        recipe_digest: get(row, "recipe_digest")?,
+        env: json(get::<&str>(row, "env")?.as_bytes(), "env")?,
+        default_user: get(row, "default_user")?,
+        default_cwd: get(row, "default_cwd")?,
+        created_at: instant(get(row, "created_ms")?, "created_ms")?,
+    };
+    Ok(TemplateRecord { template, directory: get::<String>(row, "directory")?.into() })
+}
