@@ -19,6 +19,8 @@ use async_trait::async_trait;
 use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
 
 mod error;
+#[cfg(feature = "fake")]
+pub mod fake;
 pub mod guest;
 
 pub use error::EngineError;

@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use stockade_engine::EngineError;
 use stockade_model::{Ending, SandboxId, SandboxState};
+use stockade_store::StoreError;
 
 /// Why the service did not do what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -62,4 +63,23 @@ pub enum ServiceError {
     /// The store failed.
     #[error("the record could not be read or written")]
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// A store error as the service tells it.
+pub(crate) fn store_error(error: StoreError) -> ServiceError {
+    match error {
+        StoreError::BadCursor => ServiceError::Invalid { field: "cursor", problem: error.to_string() },
+        error => ServiceError::Store(Box::new(error)),
+    }
+}
+
+/// An error and its causes on one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
 }

@@ -5,12 +5,31 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use stockade_engine::{EngineInfo, GuestClient};
-use stockade_model::{ApiKeyId, Sandbox, SandboxId, SandboxState, Secret, Template, WorkspaceId};
+use stockade_model::{ApiKeyId, SandboxState, WorkspaceId};
 
+mod adopt;
+mod clock;
+mod config;
+mod core;
+mod create;
+mod end;
 mod error;
+mod janitor;
+mod keys;
+mod live;
+mod metrics;
+mod owner;
+mod pool;
+mod request;
+mod service;
+mod start;
+mod templates;
 
+pub use clock::{Clock, SystemClock};
+pub use config::ServiceConfig;
 pub use error::ServiceError;
+pub use metrics::MetricsSample;
+pub use service::Service;
 
 /// Who asks: found from an API key.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -60,86 +79,4 @@ pub struct Page<T> {
     pub items: Vec<T>,
     /// Present if there is more.
     pub cursor: Option<String>,
-}
-
-/// The verbs. Cheap to clone.
-#[derive(Clone)]
-pub struct Service {}
-
-#[expect(unused_variables, clippy::todo, clippy::missing_errors_doc, reason = "replaced by the service")]
-impl Service {
-    /// Who an API key belongs to; `None`: nobody.
-    pub async fn authenticate(&self, key: &str) -> Result<Option<Principal>, ServiceError> {
-        todo!()
-    }
-
-    /// Makes a sandbox; returns when it takes commands.
-    pub async fn create(&self, who: &Principal, request: CreateSandbox) -> Result<Sandbox, ServiceError> {
-        todo!()
-    }
-
-    /// One sandbox, also one that has ended.
-    pub async fn get(&self, who: &Principal, id: &SandboxId) -> Result<Sandbox, ServiceError> {
-        todo!()
-    }
-
-    /// Sandboxes, page by page.
-    pub async fn list(&self, who: &Principal, filter: &ListFilter) -> Result<Page<Sandbox>, ServiceError> {
-        todo!()
-    }
-
-    /// Ends a sandbox; returns when nothing of it is left. One that has ended already is `NotFound`.
-    pub async fn kill(&self, who: &Principal, id: &SandboxId) -> Result<(), ServiceError> {
-        todo!()
-    }
-
-    /// Sets the deadline to now + `lifetime` (zero: at once).
-    pub async fn set_lifetime(
-        &self,
-        who: &Principal,
-        id: &SandboxId,
-        lifetime: Duration,
-    ) -> Result<Sandbox, ServiceError> {
-        todo!()
-    }
-
-    /// Moves the deadline to now + `lifetime` if that is later.
-    pub async fn extend(&self, who: &Principal, id: &SandboxId, lifetime: Duration) -> Result<Sandbox, ServiceError> {
-        todo!()
-    }
-
-    /// The guest of a running sandbox, for commands and files.
-    pub async fn guest(&self, who: &Principal, id: &SandboxId) -> Result<GuestClient, ServiceError> {
-        todo!()
-    }
-
-    /// The guest of a running sandbox by its own access token, for APIs that have one per sandbox.
-    /// `token` `None`: the caller has checked the right to enter in another way.
-    pub async fn guest_by_token(
-        &self,
-        id: &SandboxId,
-        token: Option<&Secret>,
-    ) -> Result<(Sandbox, GuestClient), ServiceError> {
-        todo!()
-    }
-
-    /// The last lines of the guest's console.
-    pub async fn console(&self, who: &Principal, id: &SandboxId) -> Result<String, ServiceError> {
-        todo!()
-    }
-
-    /// What runs the machines.
-    pub fn engine_info(&self) -> EngineInfo {
-        todo!()
-    }
-
-    /// Templates the workspace can use.
-    pub async fn templates(&self, who: &Principal) -> Result<Vec<Template>, ServiceError> {
-        todo!()
-    }
-
-    /// One template by name or id.
-    pub async fn template(&self, who: &Principal, name_or_id: &str) -> Result<Template, ServiceError> {
-        todo!()
-    }
 }

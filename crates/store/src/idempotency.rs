@@ -40,8 +40,7 @@ impl Store {
         workspace: &WorkspaceId,
         key: &str,
     ) -> Result<Option<IdempotencyRecord>, StoreError> {
-        let mut connection =
-            self.read.acquire().await.map_err(StoreError::database("look up an idempotency key"))?;
+        let mut connection = self.read.acquire().await.map_err(StoreError::database("look up an idempotency key"))?;
         find(&mut connection, workspace, key).await
     }
 
@@ -61,15 +60,14 @@ pub(crate) async fn find(
     workspace: &WorkspaceId,
     key: &str,
 ) -> Result<Option<IdempotencyRecord>, StoreError> {
-    let row = sqlx::query(
-        "SELECT digest, sandbox FROM idempotency_keys WHERE workspace = ? AND key = ? AND created_ms >= ?",
-    )
-    .bind(workspace.as_str())
-    .bind(key)
-    .bind(oldest(Timestamp::now()))
-    .fetch_optional(connection)
-    .await
-    .map_err(StoreError::database("look up an idempotency key"))?;
+    let row =
+        sqlx::query("SELECT digest, sandbox FROM idempotency_keys WHERE workspace = ? AND key = ? AND created_ms >= ?")
+            .bind(workspace.as_str())
+            .bind(key)
+            .bind(oldest(Timestamp::now()))
+            .fetch_optional(connection)
+            .await
+            .map_err(StoreError::database("look up an idempotency key"))?;
     row.map(|row| Ok(IdempotencyRecord { digest: get(&row, "digest")?, sandbox: id(&row, "sandbox")? })).transpose()
 }
 

@@ -73,15 +73,21 @@ fn select<'q>(workspace: &'q WorkspaceId, query: &'q SandboxQuery) -> Result<Que
         sql.push(")");
     }
     if let Some(template) = &query.template {
-        sql.push(" AND (s.template = ").push_bind(template).push(" OR s.template_name = ").push_bind(template).push(")");
+        sql.push(" AND (s.template = ")
+            .push_bind(template)
+            .push(" OR s.template_name = ")
+            .push_bind(template)
+            .push(")");
     }
     for (key, value) in &query.metadata {
-        sql.push(" AND EXISTS (SELECT 1 FROM sandbox_labels l WHERE l.sandbox = s.sequence AND l.workspace = s.workspace")
-            .push(" AND l.key = ")
-            .push_bind(key)
-            .push(" AND l.value = ")
-            .push_bind(value)
-            .push(")");
+        sql.push(
+            " AND EXISTS (SELECT 1 FROM sandbox_labels l WHERE l.sandbox = s.sequence AND l.workspace = s.workspace",
+        )
+        .push(" AND l.key = ")
+        .push_bind(key)
+        .push(" AND l.value = ")
+        .push_bind(value)
+        .push(")");
     }
     if let Some(cursor) = &query.cursor {
         let last = parse_cursor(cursor, query.ascending).ok_or(StoreError::BadCursor)?;

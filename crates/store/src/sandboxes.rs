@@ -41,11 +41,7 @@ impl Store {
     ///
     /// # Errors
     /// The database fails.
-    pub async fn insert_sandbox(
-        &self,
-        sandbox: &Sandbox,
-        key: Option<&Idempotency>,
-    ) -> Result<Inserted, StoreError> {
+    pub async fn insert_sandbox(&self, sandbox: &Sandbox, key: Option<&Idempotency>) -> Result<Inserted, StoreError> {
         let fail = || StoreError::database("write a sandbox's record");
         let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
         if let Some(key) = key {

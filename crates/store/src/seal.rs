@@ -93,11 +93,8 @@ impl SecretFile {
         let (nonce, sealed) = sealed.split_at_checked(NONCE_LEN).ok_or_else(damaged)?;
         let nonce = Nonce::try_assume_unique_for_key(nonce).map_err(|_| damaged())?;
         let mut plain = Zeroizing::new(sealed.to_vec());
-        let length = self
-            .seal
-            .open_in_place(nonce, Aad::from(id.as_str().as_bytes()), &mut plain)
-            .map_err(|_| damaged())?
-            .len();
+        let length =
+            self.seal.open_in_place(nonce, Aad::from(id.as_str().as_bytes()), &mut plain).map_err(|_| damaged())?.len();
         plain.truncate(length);
         Ok(plain)
     }

@@ -1,0 +1,56 @@
+//! The wire between a link client and an agent in the same process, which a test can cut or freeze.
+
+use std::{
+    future::poll_fn,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::Poll,
+};
+
+use tokio::{
+    io::{DuplexStream, copy_bidirectional, duplex},
+    task::JoinHandle,
+};
+
+use super::agent::FakeAgent;
+
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// Cut when dropped.
+pub(super) struct Wire {
+    frozen: Arc<AtomicBool>,
+    tasks: [JoinHandle<()>; 2],
+}
+
+impl Wire {
+    /// Connects to an agent; the stream is the host's end.
+    pub(super) fn connect(agent: &FakeAgent) -> (Self, DuplexStream) {
+        let (host, mut near) = duplex(BUFFER_BYTES);
+        let (mut far, guest) = duplex(BUFFER_BYTES);
+        let frozen = Arc::new(AtomicBool::new(false));
+        let gate = Arc::clone(&frozen);
+        let pump = tokio::spawn(async move {
+            let mut copy = pin!(copy_bidirectional(&mut near, &mut far));
+            poll_fn(|cx| if gate.load(Ordering::SeqCst) { Poll::Pending } else { copy.as_mut().poll(cx).map(drop) })
+                .await;
+        });
+        let agent = tokio::spawn(agent.clone().serve(guest));
+        (Self { frozen, tasks: [pump, agent] }, host)
+    }
+
+    /// Nothing passes any more, and nobody learns of it.
+    pub(super) fn freeze(&self) {
+        self.frozen.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}

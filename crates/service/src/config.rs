@@ -1,0 +1,55 @@
+use std::{sync::Arc, time::Duration};
+
+use stockade_engine::Engine;
+use stockade_store::Store;
+
+use crate::clock::{Clock, SystemClock};
+
+/// What a service is made of and how much it takes on.
+#[derive(Clone)]
+pub struct ServiceConfig {
+    /// Runs the machines.
+    pub engine: Arc<dyn Engine>,
+    /// Keeps the records.
+    pub store: Store,
+    /// Restored, paused machines kept ready per template; zero: none.
+    pub pool_size: usize,
+    /// Longest lifetime a request may ask for.
+    pub max_lifetime: Duration,
+    /// Creates under way at the same time; more are refused.
+    pub max_creates_in_flight: usize,
+    /// Sandboxes alive at the same time; more are refused.
+    pub max_sandboxes: usize,
+    /// Restores under way at the same time; more wait. By default one per processor.
+    pub concurrent_restores: usize,
+    /// How long one step of a create may take before it counts as failed.
+    pub step_patience: Duration,
+    /// How long the record of an ended sandbox is kept.
+    pub keep_ended: Duration,
+    /// How often running sandboxes are asked how they do; zero: only when a client asks.
+    pub metrics_period: Duration,
+    /// The wall clock.
+    pub clock: Arc<dyn Clock>,
+}
+
+impl ServiceConfig {
+    /// How long a sandbox lives if the request does not say.
+    pub const DEFAULT_LIFETIME: Duration = Duration::from_secs(300);
+
+    /// The defaults.
+    pub fn new(engine: Arc<dyn Engine>, store: Store) -> Self {
+        Self {
+            engine,
+            store,
+            pool_size: 2,
+            max_lifetime: Duration::from_secs(24 * 3600),
+            max_creates_in_flight: 256,
+            max_sandboxes: 10_000,
+            concurrent_restores: std::thread::available_parallelism().map_or(1, usize::from),
+            step_patience: Duration::from_secs(60),
+            keep_ended: Duration::from_secs(7 * 24 * 3600),
+            metrics_period: Duration::from_secs(5),
+            clock: Arc::new(SystemClock),
+        }
+    }
+}

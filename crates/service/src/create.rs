@@ -1,0 +1,169 @@
+//! Making a sandbox: the steps between its first record and its first command.
+//!
+//! ```text
+//! claim or name a machine -> record `creating` -> start -> resume -> link -> identity -> record `running`
+//! ```
+//!
+//! The record names the machine before the machine is started or resumed; whatever stops us in between,
+//! the next server finds the record and reaps the machine. A claimed machine that turns out dead is
+//! replaced by a fresh one, once. Every way out of [`make`] but success leaves no machine.
+
+use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
+
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use stockade_engine::{EngineError, Machine};
+use stockade_model::{MachineId, Sandbox, Template};
+use stockade_store::{Idempotency, IdempotencyRecord, TemplateRecord};
+use stockade_wire::machine::Identity;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    ServiceError,
+    core::{Core, Pauses},
+    error::store_error,
+};
+
+const ENTROPY_BYTES: usize = 48;
+/// Tries to remove a machine before the caller is answered; further ones go on behind its back.
+const TRIES_BEFORE_ANSWER: usize = 3;
+
+/// What an owner needs to make its sandbox.
+pub(crate) struct Order {
+    pub(crate) template: TemplateRecord,
+    pub(crate) lifetime: Duration,
+    pub(crate) key: Option<Idempotency>,
+}
+
+/// What came of a request.
+pub(crate) enum Created {
+    New(Sandbox),
+    /// The idempotency key stands for an earlier request.
+    Existing(IdempotencyRecord),
+}
+
+/// Why there is no machine.
+pub(crate) enum Unmade {
+    Cancelled,
+    Failed(ServiceError),
+}
+
+impl<E: Into<ServiceError>> From<E> for Unmade {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// Gives a recorded sandbox its machine; the record names it already.
+pub(crate) async fn make(
+    core: &Arc<Core>,
+    sandbox: &mut Sandbox,
+    template: &TemplateRecord,
+    claimed: Option<Arc<dyn Machine>>,
+    cancel: &CancellationToken,
+) -> Result<Arc<dyn Machine>, Unmade> {
+    if let Some(machine) = claimed {
+        match bring_up(core, &machine, sandbox, &template.template, cancel).await {
+            Ok(()) => return Ok(machine),
+            Err(unmade) => {
+                remove_soon(core, Arc::clone(&machine)).await;
+                let Unmade::Failed(error) = unmade else { return Err(unmade) };
+                warn!(machine = %machine.id(), error = &error as &dyn std::error::Error, "pool machine was of no use");
+            }
+        }
+        let fresh = MachineId::random();
+        core.store().set_machine(&sandbox.id, &fresh).await.map_err(store_error)?;
+        sandbox.machine = Some(fresh);
+    }
+    let id = sandbox.machine.clone().expect("a sandbox is recorded with the machine it will have");
+    let machine = start(core, &id, &template.directory, cancel).await?;
+    match bring_up(core, &machine, sandbox, &template.template, cancel).await {
+        Ok(()) => Ok(machine),
+        Err(unmade) => {
+            remove_soon(core, machine).await;
+            Err(unmade)
+        }
+    }
+}
+
+async fn start(
+    core: &Arc<Core>,
+    id: &MachineId,
+    directory: &Path,
+    cancel: &CancellationToken,
+) -> Result<Arc<dyn Machine>, Unmade> {
+    let _permit = tokio::select! {
+        permit = core.restores.acquire() => permit.expect("the semaphore is never closed"),
+        () = cancel.cancelled() => return Err(Unmade::Cancelled),
+    };
+    let patience = core.config.step_patience;
+    match tokio::time::timeout(patience, core.engine().start(id, directory)).await {
+        Ok(started) => Ok(started?),
+        Err(_) => {
+            let (core, id) = (Arc::clone(core), id.clone());
+            core.clone().spawn(async move { core.reap_for_certain(&id).await });
+            Err(EngineError::Emulator { step: "start", detail: format!("no answer within {patience:?}") }.into())
+        }
+    }
+}
+
+/// From a paused machine to one that takes this sandbox's commands. Each step may be repeated.
+async fn bring_up(
+    core: &Core,
+    machine: &Arc<dyn Machine>,
+    sandbox: &Sandbox,
+    template: &Template,
+    cancel: &CancellationToken,
+) -> Result<(), Unmade> {
+    let steps = async {
+        machine.resume().await?;
+        let guest = machine.guest().await?;
+        guest.set_identity(&identity(core, sandbox, template)).await
+    };
+    let patience = core.config.step_patience;
+    tokio::select! {
+        done = tokio::time::timeout(patience, steps) => match done {
+            Ok(done) => Ok(done?),
+            Err(_) => Err(EngineError::GuestSilent { waited: patience, console: machine.console_tail() }.into()),
+        },
+        exit = machine.exited() => {
+            Err(EngineError::Gone { machine: machine.id().clone(), reason: format!("{exit:?}") }.into())
+        }
+        // Safe to cut: a machine that is not brought up is removed, whatever it was doing.
+        () = cancel.cancelled() => Err(Unmade::Cancelled),
+    }
+}
+
+fn identity(core: &Core, sandbox: &Sandbox, template: &Template) -> Identity {
+    let mut entropy = [0; ENTROPY_BYTES];
+    getrandom::fill(&mut entropy).expect("the kernel's random generator works once it is seeded");
+    let mut env = template.env.clone();
+    env.extend(sandbox.env.clone());
+    Identity {
+        sandbox_id: sandbox.id.to_string(),
+        template_id: template.id.to_string(),
+        hostname: sandbox.id.to_string(),
+        unix_time_ns: u64::try_from(core.clock().now().as_nanosecond()).unwrap_or_default(),
+        entropy: BASE64_STANDARD.encode(entropy),
+        env,
+        default_user: template.default_user.clone(),
+        default_cwd: template.default_cwd.clone(),
+        files: BTreeMap::new(),
+    }
+}
+
+/// Removes a machine; if that does not work at once, goes on trying without keeping the caller.
+pub(crate) async fn remove_soon(core: &Arc<Core>, machine: Arc<dyn Machine>) {
+    let mut pauses = Pauses::default();
+    for _ in 0..TRIES_BEFORE_ANSWER {
+        match machine.kill().await {
+            Ok(()) => return,
+            Err(error) => {
+                info!(machine = %machine.id(), error = &error as &dyn std::error::Error, "machine not removed yet");
+            }
+        }
+        pauses.wait().await;
+    }
+    let core = Arc::clone(core);
+    core.clone().spawn(async move { core.remove_for_certain(machine).await });
+}

@@ -1,0 +1,73 @@
+//! What a client may ask for, checked before anything happens.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use stockade_store::Store;
+
+use crate::{CreateSandbox, ServiceError};
+
+const LONGEST_KEY: usize = 255;
+const METADATA_BYTES: usize = 64 << 10;
+const ENV_BYTES: usize = 256 << 10;
+const MOST_PAIRS: usize = 1000;
+
+/// Why a request makes no sense, if it does not.
+pub(crate) fn check(request: &CreateSandbox, longest: Duration) -> Result<(), ServiceError> {
+    check_lifetime(request.lifetime, longest)?;
+    check_pairs("metadata", &request.metadata, METADATA_BYTES)?;
+    check_pairs("env", &request.env, ENV_BYTES)?;
+    if let Some(name) = request.env.keys().find(|name| name.contains('=')) {
+        return invalid("env", format!("has the name {name:?}: a name cannot contain \"=\""));
+    }
+    match &request.idempotency_key {
+        Some(key) if key.is_empty() || key.len() > LONGEST_KEY => {
+            invalid("idempotency_key", format!("must have 1 to {LONGEST_KEY} bytes"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A lifetime that a new sandbox can have.
+pub(crate) fn check_lifetime(lifetime: Duration, longest: Duration) -> Result<(), ServiceError> {
+    if lifetime.is_zero() {
+        return invalid("lifetime", "must be over zero".to_owned());
+    }
+    check_longest(lifetime, longest)
+}
+
+/// A lifetime that is not too long.
+pub(crate) fn check_longest(lifetime: Duration, longest: Duration) -> Result<(), ServiceError> {
+    if lifetime > longest {
+        let (asked, longest) = (lifetime.as_secs_f64(), longest.as_secs_f64());
+        return invalid("lifetime", format!("of {asked} s is over this server's maximum of {longest} s"));
+    }
+    Ok(())
+}
+
+fn check_pairs(field: &'static str, pairs: &BTreeMap<String, String>, most: usize) -> Result<(), ServiceError> {
+    if pairs.len() > MOST_PAIRS {
+        return invalid(field, format!("has {} entries, the most is {MOST_PAIRS}", pairs.len()));
+    }
+    let bytes: usize = pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
+    if bytes > most {
+        return invalid(field, format!("has {bytes} bytes, the most is {most}"));
+    }
+    if pairs.keys().any(String::is_empty) {
+        return invalid(field, "has an entry without a name".to_owned());
+    }
+    if let Some((key, _)) = pairs.iter().find(|(key, value)| key.contains('\0') || value.contains('\0')) {
+        return invalid(field, format!("has a NUL byte in the entry {key:?}"));
+    }
+    Ok(())
+}
+
+fn invalid(field: &'static str, problem: String) -> Result<(), ServiceError> {
+    Err(ServiceError::Invalid { field, problem })
+}
+
+/// The same for the same request, whatever key it comes under.
+pub(crate) fn digest(store: &Store, request: &CreateSandbox) -> Vec<u8> {
+    let CreateSandbox { template, lifetime, metadata, env, idempotency_key: _ } = request;
+    let canonical = serde_json::json!([template, lifetime.as_nanos().to_string(), metadata, env]);
+    store.request_digest(canonical.to_string().as_bytes())
+}

@@ -1,0 +1,351 @@
+//! The verbs as their callers see them.
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use stockade_engine::{EngineError, EngineInfo, GuestClient, Machine, MachineUsage};
+use stockade_model::{EndCause, Ending, Sandbox, SandboxId, SandboxState, Secret, TemplateState};
+use stockade_store::{Idempotency, IdempotencyRecord, SandboxEvent, SandboxQuery, Store};
+
+use crate::{
+    CreateSandbox, ListFilter, MetricsSample, Page, Principal, ServiceError,
+    clock::deadline_after,
+    core::Core,
+    create::{Created, Order},
+    error::store_error,
+    live::{Live, Verb},
+    metrics,
+    owner::Owner,
+    request,
+};
+
+/// How long a caller waits for the record of a machine that was seen to have ended.
+const WAIT_FOR_END: Duration = Duration::from_secs(2);
+const LARGEST_PAGE: u32 = 1000;
+
+/// The verbs. Cheap to clone; when the last clone is dropped, all work is cut off where it stands.
+#[derive(Clone)]
+pub struct Service {
+    pub(crate) handle: Arc<Handle>,
+}
+
+pub(crate) struct Handle {
+    pub(crate) core: Arc<Core>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.core.cut();
+    }
+}
+
+/// A sandbox in the caller's sight.
+enum Found {
+    Live(Live),
+    Ended(Box<Sandbox>),
+}
+
+#[expect(
+    clippy::missing_errors_doc,
+    reason = "all fail alike: `SandboxNotFound` also for what belongs to others, `SandboxEnded` for what is no more, \
+              `Store` and `Engine` for what is broken below"
+)]
+impl Service {
+    /// Makes a sandbox; returns when it takes commands.
+    pub async fn create(&self, who: &Principal, request: CreateSandbox) -> Result<Sandbox, ServiceError> {
+        let core = &self.handle.core;
+        request::check(&request, core.config.max_lifetime)?;
+        let template = self.template_record(who, &request.template).await?;
+        if !matches!(template.template.state, TemplateState::Ready | TemplateState::Replaced) {
+            let problem = format!("{:?} is not ready", request.template);
+            return Err(ServiceError::Invalid { field: "template", problem });
+        }
+        let digest = request::digest(self.store(), &request);
+        let key = request.idempotency_key.clone().map(|key| Idempotency { key, digest: digest.clone() });
+        if let Some(key) = &key
+            && let Some(earlier) = self.store().idempotency(&who.workspace, &key.key).await.map_err(store_error)?
+        {
+            return self.join(who, &earlier, &digest).await;
+        }
+        let tickets = core.admit()?;
+        core.engine().check_capacity(&template.template.shape)?;
+        let sandbox = self.first_record(who, &request, &template.template);
+        let order = Order { template, lifetime: request.lifetime, key };
+        match Owner::spawn_create(core, sandbox, order, tickets).await {
+            Ok(Ok(Created::New(sandbox))) => Ok(sandbox),
+            Ok(Ok(Created::Existing(earlier))) => self.join(who, &earlier, &digest).await,
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(self.cut_off("create")),
+        }
+    }
+
+    fn first_record(&self, who: &Principal, request: &CreateSandbox, template: &stockade_model::Template) -> Sandbox {
+        let id = SandboxId::random();
+        Sandbox {
+            access_token: self.store().access_token(&id),
+            workspace: who.workspace.clone(),
+            template: template.id.clone(),
+            template_name: template.name.clone(),
+            state: SandboxState::Creating,
+            shape: template.shape,
+            machine: None,
+            metadata: request.metadata.clone(),
+            env: request.env.clone(),
+            created_at: self.handle.core.now(),
+            started_at: None,
+            deadline: deadline_after(self.handle.core.clock().now(), request.lifetime),
+            ending: None,
+            id,
+        }
+    }
+
+    /// The sandbox an earlier request with the same idempotency key made or is making.
+    async fn join(&self, who: &Principal, earlier: &IdempotencyRecord, digest: &[u8]) -> Result<Sandbox, ServiceError> {
+        if earlier.digest != digest {
+            return Err(ServiceError::IdempotencyConflict);
+        }
+        if let Some(live) = self.handle.core.registry.get(&earlier.sandbox) {
+            live.settled().await;
+        }
+        let sandbox = self.get(who, &earlier.sandbox).await?;
+        match &sandbox.ending {
+            Some(Ending { cause: EndCause::CreateFailed, detail, .. }) => {
+                Err(EngineError::Emulator { step: "create", detail: detail.clone() }.into())
+            }
+            _ => Ok(sandbox),
+        }
+    }
+
+    /// One sandbox, also one that has ended.
+    pub async fn get(&self, who: &Principal, id: &SandboxId) -> Result<Sandbox, ServiceError> {
+        let record = self.store().sandbox(&who.workspace, id).await.map_err(store_error)?;
+        record.ok_or_else(|| not_found(id))
+    }
+
+    /// What happened to a sandbox, oldest first.
+    pub async fn events(&self, who: &Principal, id: &SandboxId) -> Result<Vec<SandboxEvent>, ServiceError> {
+        let events = self.store().events(&who.workspace, id).await.map_err(store_error)?;
+        if events.is_empty() { Err(not_found(id)) } else { Ok(events) }
+    }
+
+    /// Sandboxes, page by page.
+    pub async fn list(&self, who: &Principal, filter: &ListFilter) -> Result<Page<Sandbox>, ServiceError> {
+        if !(1..=LARGEST_PAGE).contains(&filter.limit) {
+            let problem = format!("is {}: it must be 1 to {LARGEST_PAGE}", filter.limit);
+            return Err(ServiceError::Invalid { field: "limit", problem });
+        }
+        let mut states = filter.states.clone();
+        if states.is_empty() {
+            states = SandboxState::ALL.into_iter().filter(|state| !state.is_final()).collect();
+        }
+        let query = SandboxQuery {
+            states,
+            metadata: filter.metadata.clone(),
+            template: filter.template.clone(),
+            ascending: filter.ascending,
+            limit: filter.limit,
+            cursor: filter.cursor.clone(),
+        };
+        let page = self.store().list_sandboxes(&who.workspace, &query).await.map_err(store_error)?;
+        Ok(Page { items: page.items, cursor: page.cursor })
+    }
+
+    /// Ends a sandbox; returns when nothing of it is left. One that has ended already is `NotFound`.
+    pub async fn kill(&self, who: &Principal, id: &SandboxId) -> Result<(), ServiceError> {
+        self.end(who, id, EndCause::Killed { key: who.key.clone() }).await
+    }
+
+    async fn end(&self, who: &Principal, id: &SandboxId, cause: EndCause) -> Result<(), ServiceError> {
+        let Found::Live(live) = self.find(who, id).await? else { return Err(not_found(id)) };
+        match live.ask(|reply| Verb::Kill { cause, reply }).await {
+            Some(answer) => answer,
+            None => match self.find(who, id).await? {
+                Found::Ended(_) => Err(not_found(id)),
+                Found::Live(_) => Err(self.cut_off("kill")),
+            },
+        }
+    }
+
+    /// Sets the deadline to now + `lifetime` (zero: at once).
+    pub async fn set_lifetime(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        lifetime: Duration,
+    ) -> Result<Sandbox, ServiceError> {
+        request::check_longest(lifetime, self.handle.core.config.max_lifetime)?;
+        if lifetime.is_zero() {
+            self.end(who, id, EndCause::Expired).await?;
+            return self.get(who, id).await;
+        }
+        self.ask(who, id, |reply| Verb::SetLifetime { lifetime, only_later: false, reply }).await
+    }
+
+    /// Moves the deadline to now + `lifetime` if that is later.
+    pub async fn extend(&self, who: &Principal, id: &SandboxId, lifetime: Duration) -> Result<Sandbox, ServiceError> {
+        request::check_longest(lifetime, self.handle.core.config.max_lifetime)?;
+        self.ask(who, id, |reply| Verb::SetLifetime { lifetime, only_later: true, reply }).await
+    }
+
+    /// The guest of a running sandbox, for commands and files.
+    pub async fn guest(&self, who: &Principal, id: &SandboxId) -> Result<GuestClient, ServiceError> {
+        match self.find(who, id).await? {
+            Found::Live(live) => self.guest_of(id, &live).await,
+            Found::Ended(sandbox) => Err(ended(*sandbox)),
+        }
+    }
+
+    /// The guest of a running sandbox by its own access token, for APIs that have one per sandbox.
+    /// `token` `None`: the caller has checked the right to enter in another way.
+    pub async fn guest_by_token(
+        &self,
+        id: &SandboxId,
+        token: Option<&Secret>,
+    ) -> Result<(Sandbox, GuestClient), ServiceError> {
+        if token.is_some_and(|token| !self.store().access_token(id).matches(token.expose())) {
+            return Err(ServiceError::WrongToken);
+        }
+        if let Some(live) = self.handle.core.registry.get(id) {
+            let guest = self.guest_of(id, &live).await?;
+            let sandbox = live.view.borrow().sandbox.clone();
+            return Ok((sandbox, guest));
+        }
+        let record = self.store().sandbox_of_any_workspace(id).await.map_err(store_error)?;
+        Err(record.map_or_else(|| not_found(id), ended))
+    }
+
+    async fn guest_of(&self, id: &SandboxId, live: &Live) -> Result<GuestClient, ServiceError> {
+        let machine = self.machine_of(id, live).await?;
+        match machine.guest().await {
+            Ok(guest) => Ok(guest),
+            Err(error @ EngineError::Gone { .. }) => {
+                // Its owner is about to record why: that is the better answer.
+                tokio::time::timeout(WAIT_FOR_END, live.ended()).await.ok();
+                match self.store().sandbox_of_any_workspace(id).await.map_err(store_error)? {
+                    Some(sandbox) if sandbox.state.is_final() => Err(ended(sandbox)),
+                    _ => Err(error.into()),
+                }
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The machine, straight from the view while it runs; by way of the owner otherwise.
+    async fn machine_of(&self, id: &SandboxId, live: &Live) -> Result<Arc<dyn Machine>, ServiceError> {
+        let machine = live.view.borrow().machine.clone();
+        if let Some(machine) = machine {
+            return Ok(machine);
+        }
+        match live.ask(|reply| Verb::Machine { reply }).await {
+            Some(answer) => answer,
+            None => match self.store().sandbox_of_any_workspace(id).await.map_err(store_error)? {
+                Some(sandbox) => Err(ended(sandbox)),
+                None => Err(not_found(id)),
+            },
+        }
+    }
+
+    /// The last lines of the guest's console.
+    pub async fn console(&self, who: &Principal, id: &SandboxId) -> Result<String, ServiceError> {
+        match self.find(who, id).await? {
+            Found::Live(live) => {
+                let machine = live.view.borrow().machine.clone();
+                Ok(machine.map(|machine| machine.console_tail()).unwrap_or_default())
+            }
+            Found::Ended(sandbox) => Err(ended(*sandbox)),
+        }
+    }
+
+    /// What a sandbox holds on the host, read now.
+    pub async fn usage(&self, who: &Principal, id: &SandboxId) -> Result<MachineUsage, ServiceError> {
+        match self.find(who, id).await? {
+            Found::Live(live) => Ok(self.machine_of(id, &live).await?.usage()?),
+            Found::Ended(sandbox) => Err(ended(*sandbox)),
+        }
+    }
+
+    /// How a running sandbox did between two times (each optional); at least one sample, up to an hour back.
+    pub async fn metrics(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        start: Option<Timestamp>,
+        end: Option<Timestamp>,
+    ) -> Result<Vec<MetricsSample>, ServiceError> {
+        match self.find(who, id).await? {
+            Found::Live(live) => metrics::of(&self.handle.core, &live, start, end).await,
+            Found::Ended(sandbox) => Err(ended(*sandbox)),
+        }
+    }
+
+    /// What runs the machines.
+    pub fn engine_info(&self) -> EngineInfo {
+        self.handle.core.engine().info()
+    }
+
+    /// How many machines of a template are ready to be claimed.
+    pub fn pool_ready(&self, template: &stockade_model::TemplateId) -> usize {
+        self.handle.core.pool.ready(template)
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        self.handle.core.store()
+    }
+
+    async fn ask<T>(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        verb: impl FnOnce(crate::live::Reply<T>) -> Verb,
+    ) -> Result<T, ServiceError> {
+        let live = match self.find(who, id).await? {
+            Found::Live(live) => live,
+            Found::Ended(sandbox) => return Err(ended(*sandbox)),
+        };
+        match live.ask(verb).await {
+            Some(answer) => answer,
+            None => match self.find(who, id).await? {
+                Found::Ended(sandbox) => Err(ended(*sandbox)),
+                Found::Live(_) => Err(self.cut_off("request")),
+            },
+        }
+    }
+
+    /// Finds a sandbox, always by way of the record: for a stranger's id and an unknown one the work and the
+    /// answer are the same.
+    fn find<'a>(
+        &'a self,
+        who: &'a Principal,
+        id: &'a SandboxId,
+    ) -> impl Future<Output = Result<Found, ServiceError>> + Send + 'a {
+        async move {
+            let live = self.handle.core.registry.get(id);
+            if let Some(live) = live.filter(|live| live.view.borrow().sandbox.workspace == who.workspace) {
+                return Ok(Found::Live(live));
+            }
+            let sandbox = self.get(who, id).await?;
+            if sandbox.state.is_final() {
+                return Ok(Found::Ended(Box::new(sandbox)));
+            }
+            // Recorded after we looked at the registry.
+            let live = self.handle.core.registry.get(id);
+            live.map(Found::Live).ok_or(ServiceError::WrongState { id: id.clone(), state: sandbox.state })
+        }
+    }
+
+    fn cut_off(&self, what: &str) -> ServiceError {
+        let what = format!("the {what} was cut off because the server is shutting down");
+        ServiceError::Busy { what, retry_after: Duration::from_secs(1) }
+    }
+}
+
+fn not_found(id: &SandboxId) -> ServiceError {
+    ServiceError::SandboxNotFound { id: id.to_string() }
+}
+
+fn ended(sandbox: Sandbox) -> ServiceError {
+    match sandbox.ending {
+        Some(ending) => ServiceError::SandboxEnded { id: sandbox.id, ending: Box::new(ending) },
+        None => ServiceError::WrongState { id: sandbox.id, state: sandbox.state },
+    }
+}
