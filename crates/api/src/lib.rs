@@ -14,9 +14,20 @@ use std::sync::Arc;
 use stockade_service::Service;
 
 pub mod adapters;
+mod auth;
+mod error;
+mod extract;
 mod hosts;
+mod native;
+mod openapi;
+mod server;
+mod tls;
 
+pub use error::ApiError;
 pub use hosts::SandboxHost;
+pub use openapi::document;
+pub use server::{Lifecycle, Peer, ServeConfig, ServeError, Server, serve};
+pub use tls::{Tls, TlsError};
 
 /// What every router holds.
 #[derive(Clone)]
@@ -25,4 +36,6 @@ pub struct AppState {
     pub service: Service,
     /// The domain all host names end in, lower case, without port or trailing dot.
     pub base_domain: Arc<str>,
+    /// Whether the server is being stopped.
+    pub lifecycle: Lifecycle,
 }

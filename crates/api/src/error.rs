@@ -1,0 +1,268 @@
+//! The last step of every failure: a domain error becomes a status, a stable code, a message and a
+//! hint for the caller, and the full chain of causes for the log (once, when the answer is made).
+//!
+//! What a caller may not see is 404; what is wrong with a credential is 401; a state in the way is
+//! 409; 429 and 503 carry `Retry-After`. Paths and processes of the host stay in the log.
+
+use std::{borrow::Cow, error::Error, fmt, time::Duration};
+
+use axum::{
+    Json,
+    http::{HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use stockade_engine::EngineError;
+use stockade_service::ServiceError;
+use stockade_wire::ErrorCode;
+
+/// An error on its way to a caller.
+#[derive(Debug)]
+pub struct ApiError {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// A `snake_case` word that never changes its meaning.
+    pub code: Cow<'static, str>,
+    /// What happened, for people.
+    pub message: String,
+    /// What to do about it; may be empty.
+    pub hint: Cow<'static, str>,
+    /// When to try again.
+    pub retry_after: Option<Duration>,
+    cause: Option<Box<dyn Error + Send + Sync>>,
+}
+
+/// The body of every answer that is not a success.
+#[derive(Debug, Serialize, utoipa::ToSchema)]
+pub(crate) struct ErrorEnvelope<'a> {
+    /// What happened.
+    #[schema(inline)]
+    pub(crate) error: ErrorDetail<'a>,
+}
+
+#[derive(Debug, Serialize, utoipa::ToSchema)]
+pub(crate) struct ErrorDetail<'a> {
+    /// A word that never changes its meaning.
+    #[schema(example = "sandbox_not_found")]
+    code: &'a str,
+    /// What happened.
+    message: &'a str,
+    /// What to do about it; may be empty.
+    hint: &'a str,
+}
+
+impl ApiError {
+    /// An error without a cause behind it.
+    pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        let (code, message) = (Cow::Borrowed(code), message.into());
+        Self { status, code, message, hint: Cow::Borrowed(""), retry_after: None, cause: None }
+    }
+
+    /// The request makes no sense: 400 `invalid_argument`.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_argument", message)
+    }
+
+    /// Adds what to do about it.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<Cow<'static, str>>) -> Self {
+        self.hint = hint.into();
+        self
+    }
+
+    /// Adds when to try again.
+    #[must_use]
+    pub fn retry_after(mut self, wait: Duration) -> Self {
+        self.retry_after = Some(wait);
+        self
+    }
+
+    /// Adds what lies behind it, for the log alone.
+    #[must_use]
+    pub fn caused_by(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        self.cause = Some(cause.into());
+        self
+    }
+
+    /// The error as the body of an answer or the last line of a stream.
+    pub(crate) fn envelope(&self) -> ErrorEnvelope<'_> {
+        ErrorEnvelope { error: ErrorDetail { code: &self.code, message: &self.message, hint: &self.hint } }
+    }
+
+    /// Logs the error with all its causes. Called where the error is answered, once. Adapters that
+    /// answer in a shape of their own call it before they do.
+    pub fn log(&self) {
+        let mut chain = String::new();
+        let mut next = self.cause.as_deref().map(|cause| cause as &dyn Error);
+        while let Some(cause) = next {
+            chain.push_str(if chain.is_empty() { "" } else { ": " });
+            chain.push_str(&cause.to_string());
+            next = cause.source();
+        }
+        if self.status.is_server_error() {
+            tracing::error!(status = self.status.as_u16(), code = %self.code, cause = %chain, "{}", self.message);
+        } else {
+            tracing::debug!(status = self.status.as_u16(), code = %self.code, cause = %chain, "{}", self.message);
+        }
+    }
+}
+
+impl fmt::Display for ApiError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        self.log();
+        let mut response = (self.status, Json(self.envelope())).into_response();
+        if let Some(wait) = self.retry_after {
+            // Whole seconds, rounded up: a client that waits too short asks in vain.
+            let seconds = (wait.as_millis().div_ceil(1000) as u64).max(1);
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+impl From<ServiceError> for ApiError {
+    fn from(error: ServiceError) -> Self {
+        let message = error.to_string();
+        match error {
+            ServiceError::TemplateNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "template_not_found", message)
+                .hint("GET /v1/templates lists the templates there are"),
+            ServiceError::SandboxNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", message)
+                .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),
+            ServiceError::SandboxEnded { ref id, ref ending } => {
+                let cause = serde_json::to_value(&ending.cause).ok();
+                let kind = cause.as_ref().and_then(|cause| cause["kind"].as_str()).unwrap_or("unknown");
+                let at = ending.at.strftime("%Y-%m-%dT%H:%M:%S%.3fZ");
+                Self::new(StatusCode::CONFLICT, "sandbox_ended", format!("sandbox {id} has ended at {at}: {kind}"))
+                    .hint("its record tells more; create a new sandbox")
+            }
+            ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, "wrong_state", message),
+            ServiceError::Invalid { .. } => Self::invalid(message),
+            ServiceError::IdempotencyConflict => Self::new(StatusCode::CONFLICT, "idempotency_conflict", message)
+                .hint("use a new Idempotency-Key for a new request"),
+            ServiceError::WrongToken => Self::new(StatusCode::UNAUTHORIZED, "wrong_token", message),
+            ServiceError::Busy { retry_after, .. } => {
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, "busy", message).retry_after(retry_after)
+            }
+            ServiceError::Engine(engine) => engine.into(),
+            ServiceError::Store(cause) => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store_failed", message)
+                .hint("the server's log says why; the disk of the data directory may be full")
+                .caused_by(cause),
+        }
+    }
+}
+
+impl From<EngineError> for ApiError {
+    fn from(error: EngineError) -> Self {
+        let message = error.to_string();
+        let internal = |code, message: String| Self::new(StatusCode::INTERNAL_SERVER_ERROR, code, message);
+        match error {
+            EngineError::Guest(body) => guest_error(body.code, body.message),
+            EngineError::NoCapacity { .. } => Self::new(StatusCode::SERVICE_UNAVAILABLE, "no_capacity", message)
+                .hint("end sandboxes that are no longer needed, or give the host more")
+                .retry_after(Duration::from_secs(5)),
+            EngineError::Mismatch { .. } => Self::new(StatusCode::CONFLICT, "template_mismatch", message)
+                .hint("build the template again on this host"),
+            EngineError::Damaged { .. } => internal("template_damaged", "a file of the template is damaged".into())
+                .hint("the server's log names the file; build the template again")
+                .caused_by(error),
+            EngineError::GuestSilent { .. } => Self::new(StatusCode::GATEWAY_TIMEOUT, "guest_silent", message)
+                .hint("the guest may be overloaded; try again, or create a new sandbox"),
+            EngineError::Gone { .. } => Self::new(StatusCode::CONFLICT, "sandbox_ended", "the sandbox has ended")
+                .hint("its record tells why; create a new sandbox")
+                .caused_by(error),
+            EngineError::Emulator { step, .. } => internal("emulator_failed", format!("the emulator failed at {step}"))
+                .hint("the server's log has its words; `stockade doctor` checks the host")
+                .caused_by(error),
+            EngineError::Unsupported { .. } => {
+                internal("host_unsupported", message).hint("`stockade doctor` says what would mend it")
+            }
+            EngineError::Host { .. } => internal("host_failed", "the host refused something the sandbox needs".into())
+                .hint("the server's log says what; `stockade doctor` checks the host")
+                .caused_by(error),
+            EngineError::LinkBroken { started, .. } => {
+                let hint = if started {
+                    "the request may have reached the guest: look before repeating it"
+                } else {
+                    "the request did not reach the guest: it is safe to repeat"
+                };
+                Self::new(StatusCode::BAD_GATEWAY, "guest_link_broken", message).hint(hint).caused_by(error)
+            }
+        }
+    }
+}
+
+/// The agent's refusals keep their code: it is the same word in every API.
+fn guest_error(code: ErrorCode, message: String) -> ApiError {
+    let status = StatusCode::from_u16(code.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let word = match serde_json::to_value(code) {
+        Ok(serde_json::Value::String(word)) => word,
+        _ => "internal".to_owned(),
+    };
+    let mut error = ApiError::new(status, "internal", message);
+    error.code = Cow::Owned(word);
+    match code {
+        ErrorCode::OutOfMemory | ErrorCode::LimitReached => error.retry_after(Duration::from_secs(1)),
+        ErrorCode::NoSpace => error.hint("the sandbox's disk is full: remove files in it"),
+        ErrorCode::TooLong => error.hint("send long data as a file or through stdin"),
+        _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io, path::PathBuf};
+
+    use axum::body::to_bytes;
+    use stockade_wire::ErrorBody;
+
+    use super::*;
+
+    async fn body(error: ApiError) -> (StatusCode, axum::http::HeaderMap, serde_json::Value) {
+        let response = error.into_response();
+        let (parts, body) = response.into_parts();
+        let bytes = to_bytes(body, 1 << 20).await.expect("a body in memory");
+        (parts.status, parts.headers, serde_json::from_slice(&bytes).expect("JSON"))
+    }
+
+    #[tokio::test]
+    async fn paths_of_the_host_stay_in_the_log() {
+        let secret = "/var/lib/stockade/machines/mch1/disk.qcow2";
+        let errors = [
+            EngineError::Damaged { path: PathBuf::from(secret), reason: secret.into() },
+            EngineError::Host { action: format!("open {secret}"), source: io::Error::other(secret) },
+            EngineError::Emulator { step: "start", detail: secret.into() },
+        ];
+        for error in errors {
+            let (status, _, json) = body(ServiceError::Engine(error).into()).await;
+            assert_eq!(status, 500);
+            assert!(!json.to_string().contains("/var/lib"), "{json}");
+            assert!(json["error"]["hint"].as_str().is_some_and(|hint| !hint.is_empty()), "{json}");
+        }
+    }
+
+    #[tokio::test]
+    async fn busy_says_when_to_come_back_in_whole_seconds() {
+        let retry_after = Duration::from_millis(1200);
+        let (status, headers, json) = body(ServiceError::Busy { what: "creates".into(), retry_after }.into()).await;
+        assert_eq!((status.as_u16(), &headers["retry-after"]), (503, &HeaderValue::from_static("2")));
+        assert_eq!(json["error"]["code"], "busy");
+    }
+
+    #[tokio::test]
+    async fn a_full_guest_disk_is_507_in_the_agents_own_word() {
+        let error = EngineError::Guest(ErrorBody::new(ErrorCode::NoSpace, "/data/x: no space left"));
+        let (status, _, json) = body(error.into()).await;
+        assert_eq!(status, 507);
+        assert_eq!(json["error"]["code"], "no_space");
+        assert_eq!(json["error"]["message"], "/data/x: no space left");
+    }
+}

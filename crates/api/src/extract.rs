@@ -1,0 +1,328 @@
+//! Request parts, parsed into types, with refusals in our error shape. A refusal names the field, or
+//! line and column, and never repeats what was sent: bodies hold environment values and files.
+
+use std::time::Duration;
+
+use axum::{
+    extract::{FromRequest, FromRequestParts, Request},
+    http::{HeaderMap, StatusCode, header, request::Parts},
+};
+use futures::StreamExt as _;
+use serde::de::DeserializeOwned;
+
+use crate::ApiError;
+
+/// Largest JSON body, in bytes.
+pub(crate) const MAX_JSON_BYTES: usize = 1 << 20;
+/// A JSON body must have come within this time.
+const JSON_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A JSON body of known fields.
+#[derive(Debug)]
+pub(crate) struct Json<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        check_content_type(request.headers())?;
+        let announced =
+            request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+        if announced.is_some_and(|bytes: u64| bytes > MAX_JSON_BYTES as u64) {
+            return Err(too_large());
+        }
+        let body = tokio::time::timeout(JSON_TIMEOUT, collect(request)).await.map_err(|_| {
+            let message = format!("the body did not come within {JSON_TIMEOUT:?}");
+            ApiError::new(StatusCode::REQUEST_TIMEOUT, "request_timeout", message)
+        })??;
+        parse_json(&body).map(Self)
+    }
+}
+
+async fn collect(request: Request) -> Result<Vec<u8>, ApiError> {
+    let mut stream = request.into_body().into_data_stream();
+    let mut body = Vec::new();
+    while let Some(piece) = stream.next().await {
+        let piece = piece.map_err(|error| ApiError::invalid("the body was cut off").caused_by(error))?;
+        if body.len() + piece.len() > MAX_JSON_BYTES {
+            return Err(too_large());
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(body)
+}
+
+fn too_large() -> ApiError {
+    let message = format!("the body is over {MAX_JSON_BYTES} bytes");
+    ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
+        .hint("send large data as a file (PUT /v1/sandboxes/{id}/files) or through stdin")
+}
+
+fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(value) = headers.get(header::CONTENT_TYPE) else {
+        return Ok(());
+    };
+    let essence = value.to_str().unwrap_or_default().split(';').next().unwrap_or_default().trim();
+    if essence.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    let message = "the body's Content-Type is not application/json";
+    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
+        .hint("send Content-Type: application/json"))
+}
+
+/// Parses JSON of unknown origin. Also used for the first message of a WebSocket.
+pub(crate) fn parse_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, ApiError> {
+    let mut deserializer = serde_json::Deserializer::from_slice(text);
+    let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+        let path = error.path().to_string();
+        json_error(&path, error.inner())
+    })?;
+    deserializer.end().map_err(|error| json_error(".", &error))?;
+    Ok(value)
+}
+
+fn json_error(path: &str, error: &serde_json::Error) -> ApiError {
+    let place = format!("at line {} column {}", error.line(), error.column());
+    let field = if is_plain_path(path) { format!("{path}: ") } else { String::new() };
+    if error.classify() != serde_json::error::Category::Data {
+        let code = "malformed_json";
+        return ApiError::new(StatusCode::BAD_REQUEST, code, format!("{field}the body is not valid JSON {place}"));
+    }
+    ApiError::invalid(format!("{field}{} {place}", harmless(&error.to_string())))
+}
+
+/// A path of our own field names, indices and short plain keys.
+fn is_plain_path(path: &str) -> bool {
+    path != "." && path != "?" && path.len() <= 100 && path.chars().all(is_name_char)
+}
+
+fn is_name_char(char: char) -> bool {
+    char.is_ascii_alphanumeric() || "_-.[]".contains(char)
+}
+
+/// serde's words without the values it quotes: what it expected is ours, what it found is the client's.
+fn harmless(message: &str) -> String {
+    let name = |prefix: &str| {
+        let (name, _) = message.strip_prefix(prefix)?.split_once('`')?;
+        (name.len() <= 64 && name.chars().all(is_name_char)).then_some(name)
+    };
+    let expected = message.rsplit_once(", expected ").map(|(_, rest)| {
+        let rest = rest.rsplit_once(" at line ").map_or(rest, |(text, _)| text);
+        format!("expected {rest}")
+    });
+    let starts = |prefix: &str| message.starts_with(prefix);
+    if let Some(name) = name("missing field `") {
+        format!("field `{name}` is missing")
+    } else if starts("unknown field") {
+        let name = name("unknown field `").map_or(String::new(), |name| format!(" `{name}`"));
+        format!("unknown field{name}, {}", expected.unwrap_or_else(|| "no field is expected here".into()))
+    } else if let Some(name) = name("duplicate field `") {
+        format!("field `{name}` is there twice")
+    } else if starts("invalid type") || starts("invalid value") || starts("invalid length") || starts("unknown variant")
+    {
+        expected.unwrap_or_else(|| "unacceptable value".into())
+    } else {
+        "unacceptable value".into()
+    }
+}
+
+/// Query parameters of known names. Repeated ones are for [`QueryPairs`].
+#[derive(Debug)]
+pub(crate) struct Query<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
+        let pairs = pairs(parts)?;
+        for (index, (name, _)) in pairs.iter().enumerate() {
+            if pairs[..index].iter().any(|(other, _)| other == name) {
+                return Err(ApiError::invalid("a query parameter is there twice"));
+            }
+        }
+        // Through serde once more for types, defaults and unknown names.
+        let deserializer =
+            serde::de::value::MapDeserializer::new(pairs.into_iter().map(|(name, text)| (name, Text(text))));
+        T::deserialize(deserializer).map(Self).map_err(|error: serde::de::value::Error| {
+            ApiError::invalid(format!("query: {}", harmless(&error.to_string())))
+        })
+    }
+}
+
+/// Query parameters as they came, decoded.
+#[derive(Debug)]
+pub(crate) struct QueryPairs(pub(crate) Vec<(String, String)>);
+
+impl<S: Send + Sync> FromRequestParts<S> for QueryPairs {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
+        pairs(parts).map(Self)
+    }
+}
+
+fn pairs(parts: &Parts) -> Result<Vec<(String, String)>, ApiError> {
+    let decode = |text: &str| {
+        let spaced = text.replace('+', " ");
+        let decoded = percent_encoding::percent_decode_str(&spaced).decode_utf8().map(|text| text.into_owned());
+        decoded
+            .map_err(|_| ApiError::invalid("the query is not valid UTF-8").hint("paths must be UTF-8, percent-encoded"))
+    };
+    let query = parts.uri.query().unwrap_or_default();
+    let pairs = query.split('&').filter(|pair| !pair.is_empty()).map(|pair| {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        Ok((decode(name)?, decode(value)?))
+    });
+    pairs.collect()
+}
+
+/// A query value: text that becomes whatever the field's type asks for.
+struct Text(String);
+
+macro_rules! parse_text {
+    ($($method:ident $visit:ident $type:ty, $expected:literal;)*) => {$(
+        fn $method<V: serde::de::Visitor<'de>>(self, visitor: V) -> Result<V::Value, Self::Error> {
+            let value: $type = self.0.parse().map_err(|_| {
+                serde::de::Error::custom(concat!("invalid value: a text, expected ", $expected))
+            })?;
+            visitor.$visit(value)
+        }
+    )*};
+}
+
+impl<'de> serde::Deserializer<'de> for Text {
+    type Error = serde::de::value::Error;
+
+    fn deserialize_any<V: serde::de::Visitor<'de>>(self, visitor: V) -> Result<V::Value, Self::Error> {
+        visitor.visit_string(self.0)
+    }
+
+    fn deserialize_option<V: serde::de::Visitor<'de>>(self, visitor: V) -> Result<V::Value, Self::Error> {
+        visitor.visit_some(self)
+    }
+
+    parse_text! {
+        deserialize_bool visit_bool bool, "`true` or `false`";
+        deserialize_u16 visit_u16 u16, "a number from 0 to 65535";
+        deserialize_u32 visit_u32 u32, "a number that is not negative";
+        deserialize_u64 visit_u64 u64, "a number that is not negative";
+    }
+
+    fn deserialize_newtype_struct<V: serde::de::Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> Result<V::Value, Self::Error> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    serde::forward_to_deserialize_any! {
+        i8 i16 i32 i64 i128 u8 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map struct enum identifier ignored_any
+    }
+}
+
+impl<'de> serde::de::IntoDeserializer<'de> for Text {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+/// Parts of the path, decoded.
+#[derive(Debug)]
+pub(crate) struct Path<T>(pub(crate) T);
+
+impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let path = axum::extract::Path::from_request_parts(parts, state).await;
+        path.map(|axum::extract::Path(value)| Self(value))
+            .map_err(|error| ApiError::invalid("the path is not valid").caused_by(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[expect(dead_code, reason = "only parsed")]
+    struct Body {
+        count: u32,
+        #[serde(default)]
+        env: BTreeMap<String, String>,
+        #[serde(default)]
+        kind: Option<Kind>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Kind {
+        Small,
+    }
+
+    #[test]
+    fn errors_name_the_field_or_the_place_and_never_the_content() {
+        let cases = [
+            (r#"{"count": "canary"}"#, "count: expected u32"),
+            (r#"{"count": 1, "env": {"A": {"canary": 1}}}"#, "env.A: expected a string"),
+            (r#"{"count": 1, "kind": "canary, expected x"}"#, "kind: expected `small`"),
+            (r#"{"count": 1, "extra": "canary"}"#, "unknown field `extra`, expected one of `count`, `env`, `kind`"),
+            (r#"{"count": 1, "canary is a secret": 1}"#, "unknown field, expected one of"),
+            (r#"{"env": {"A": "canary"}}"#, "field `count` is missing"),
+            (r#"{"count": canary}"#, "count: the body is not valid JSON at line 1 column 11"),
+            ("{\"count\": 1,\n \"canary", "the body is not valid JSON at line 2"),
+            (r#"{"count": 1} canary"#, "the body is not valid JSON at line 1 column 14"),
+            (r#""canary""#, "expected struct Body"),
+            (r#"{"count": 1, "count": 2}"#, "field `count` is there twice"),
+            ("", "the body is not valid JSON"),
+        ];
+        for (text, expected) in cases {
+            let error = parse_json::<Body>(text.as_bytes()).expect_err(text);
+            assert_eq!(error.status, 400);
+            assert!(error.message.contains(expected), "{text}: {}", error.message);
+            assert!(!error.message.contains("canary"), "{text}: {}", error.message);
+        }
+    }
+
+    #[derive(Debug, Deserialize, PartialEq)]
+    #[serde(deny_unknown_fields)]
+    struct Params {
+        path: String,
+        #[serde(default)]
+        recursive: bool,
+        depth: Option<u32>,
+    }
+
+    async fn query(uri: &str) -> Result<Params, String> {
+        let (mut parts, ()) = axum::http::Request::get(uri).body(()).expect("a request").into_parts();
+        Query::from_request_parts(&mut parts, &()).await.map(|Query(params)| params).map_err(|error| error.message)
+    }
+
+    #[tokio::test]
+    async fn query_parameters_become_their_types() {
+        let expected = Params { path: "/a b+c/é".into(), recursive: true, depth: Some(3) };
+        assert_eq!(query("/?path=%2Fa+b%2Bc%2F%C3%A9&recursive=true&depth=3").await, Ok(expected));
+        let bad = [
+            ("/", "field `path` is missing"),
+            ("/?path=x&path=y", "there twice"),
+            ("/?path=%ff", "not valid UTF-8"),
+            ("/?path=x&recursive=canary", "expected `true` or `false`"),
+            ("/?path=x&depth=-1", "expected a number"),
+            ("/?path=x&other=canary", "unknown field `other`"),
+        ];
+        for (uri, message) in bad {
+            let error = query(uri).await.expect_err(uri);
+            assert!(error.contains(message) && !error.contains("canary"), "{uri}: {error}");
+        }
+    }
+}

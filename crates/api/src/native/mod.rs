@@ -1,0 +1,128 @@
+//! The native `/v1` API.
+//!
+//! Each route is declared once, with its documentation; [`crate::openapi`] collects the document from the
+//! same declarations the router is built from.
+
+use axum::{
+    Json, Router,
+    extract::State,
+    http::StatusCode,
+    middleware,
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use stockade_engine::GuestClient;
+use stockade_model::{Accelerator, IsolationClass, SandboxId};
+use utoipa_axum::{router::OpenApiRouter, routes};
+
+use crate::{ApiError, AppState, auth, auth::Caller};
+
+mod download;
+mod exec;
+mod files;
+mod processes;
+mod run;
+mod sandboxes;
+mod stream;
+mod templates;
+mod upload;
+mod ws;
+
+/// The routes and their documentation.
+pub(crate) fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::new()
+        .routes(routes!(health))
+        .routes(routes!(version))
+        .routes(routes!(openapi_document))
+        .merge(sandboxes::routes())
+        .merge(exec::routes())
+        .merge(run::routes())
+        .merge(processes::routes())
+        .merge(ws::routes())
+        .merge(files::routes())
+        .merge(templates::routes())
+}
+
+/// The native API, ready to serve.
+pub(crate) fn router(state: AppState) -> Router {
+    let (router, _) = routes().split_for_parts();
+    router
+        .fallback(async || {
+            ApiError::new(StatusCode::NOT_FOUND, "no_such_route", "there is no such route")
+                .hint("GET /v1/openapi.json lists the routes")
+        })
+        .method_not_allowed_fallback(async || {
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "the route does not take this method")
+                .hint("the Allow header lists the methods it takes")
+        })
+        .layer(middleware::from_fn_with_state(state.clone(), auth::require_key))
+        .with_state(state)
+}
+
+/// An id from the path. What is no id is no sandbox: the same answer as for one that is not there.
+fn sandbox_id(text: &str) -> Result<SandboxId, ApiError> {
+    text.parse().map_err(|_| {
+        let shown: String = text.chars().take(64).collect();
+        stockade_service::ServiceError::SandboxNotFound { id: shown }.into()
+    })
+}
+
+/// The guest of the sandbox in the path.
+async fn guest(state: &AppState, caller: &Caller, id: &str) -> Result<GuestClient, ApiError> {
+    Ok(state.service.guest(&caller.0, &sandbox_id(id)?).await?)
+}
+
+/// A time as the API shows it: RFC 3339, UTC, milliseconds.
+fn show_time(at: jiff::Timestamp) -> String {
+    at.strftime("%Y-%m-%dT%H:%M:%S%.3fZ").to_string()
+}
+
+/// As [`show_time`], from the guest's clock; what no calendar holds is shown as the epoch.
+fn show_unix_ms(ms: i64) -> String {
+    show_time(jiff::Timestamp::from_millisecond(ms).unwrap_or_default())
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+struct Health {
+    /// Always `ok`.
+    status: &'static str,
+}
+
+/// Whether the server answers. The only route without a key.
+#[utoipa::path(get, path = "/v1/health", tag = "server", security(()), responses((status = 200, body = Health)))]
+async fn health() -> Json<Health> {
+    Json(Health { status: "ok" })
+}
+
+#[derive(Serialize, utoipa::ToSchema)]
+struct Version {
+    /// The server's version.
+    version: &'static str,
+    engine: EngineView,
+}
+
+/// What runs the machines.
+#[derive(Serialize, utoipa::ToSchema)]
+struct EngineView {
+    /// The driver's name.
+    name: &'static str,
+    accelerator: Accelerator,
+    isolation: IsolationClass,
+    /// The emulator's version.
+    version: String,
+}
+
+/// What the server is and what runs its machines.
+#[utoipa::path(get, path = "/v1/version", tag = "server", responses((status = 200, body = Version)))]
+async fn version(State(state): State<AppState>) -> Json<Version> {
+    let info = state.service.engine_info();
+    let (accelerator, isolation) = (info.accelerator, info.isolation);
+    let engine = EngineView { name: info.name, accelerator, isolation, version: info.version };
+    Json(Version { version: env!("CARGO_PKG_VERSION"), engine })
+}
+
+/// This document.
+#[utoipa::path(get, path = "/v1/openapi.json", tag = "server", responses((status = 200, body = serde_json::Value)))]
+async fn openapi_document() -> Response {
+    Json(crate::openapi::document()).into_response()
+}
