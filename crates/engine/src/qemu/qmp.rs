@@ -63,10 +63,13 @@ struct Writer {
     next_id: u64,
 }
 
+/// A command's result, or the emulator's words of refusal.
+type Answer = Result<Value, String>;
+
 #[derive(Debug)]
 struct Shared {
     /// Who waits for which answer; `None` once the channel is closed.
-    pending: Mutex<Option<HashMap<u64, oneshot::Sender<Result<Value, String>>>>>,
+    pending: Mutex<Option<HashMap<u64, oneshot::Sender<Answer>>>>,
     events: broadcast::Sender<QmpEvent>,
 }
 

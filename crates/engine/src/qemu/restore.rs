@@ -36,8 +36,11 @@ const CONSOLE_BYTES: usize = 64 << 10;
 /// Memory of templates in use, by directory and checksum. Loaded once, shared by all their machines.
 #[derive(Debug, Default)]
 pub(crate) struct Memories {
-    loaded: Mutex<HashMap<(PathBuf, String), Arc<OnceCell<Arc<SealedMemory>>>>>,
+    loaded: Mutex<HashMap<(PathBuf, String), Loading>>,
 }
+
+/// Memory that is loaded, or is being loaded for whoever came first.
+type Loading = Arc<OnceCell<Arc<SealedMemory>>>;
 
 impl Memories {
     /// The memory of a template, loaded if need be. Callers of the same template share one load.

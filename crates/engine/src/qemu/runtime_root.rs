@@ -13,7 +13,7 @@ use std::{
 
 use tokio::process::Command;
 
-use super::{command_line, memory};
+use super::{command_line, config::joined, memory};
 use crate::EngineError;
 
 const FIRMWARE: [&str; 4] = ["bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin"];
@@ -65,10 +65,7 @@ impl RuntimeRoot {
         if !root.path.is_dir() {
             let target = root.path.clone();
             let work = move || build(&target, &files, &firmware);
-            tokio::task::spawn_blocking(work)
-                .await
-                .map_err(io::Error::other)
-                .flatten()
+            joined(tokio::task::spawn_blocking(work).await)
                 .map_err(EngineError::host(format!("assemble {}", root.path.display())))?;
         }
         Ok(root)

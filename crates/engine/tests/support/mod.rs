@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use nix::fcntl::{Flock, FlockArg};
 use stockade_engine::{
     Engine, EngineError, TemplateBoot,
     qemu::{AcceleratorChoice, QemuConfig, QemuEngine, QemuMachine},
@@ -82,7 +83,8 @@ fn boot_files() -> PathBuf {
 /// One test process builds it, the others wait for the lock.
 async fn shared_template(engine: &QemuEngine) -> PathBuf {
     let lock = File::create(cache().join("lock")).expect("a lock file");
-    let lock = tokio::task::spawn_blocking(move || lock.lock().map(|()| lock)).await.expect("ran").expect("locked");
+    let take = move || Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error);
+    let lock = tokio::task::spawn_blocking(take).await.expect("ran").expect("locked");
     let template = cache().join("template");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
