@@ -6,6 +6,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::{
     args::{Arguments, Command, Common},
+    bench::bench,
     client::Client,
     doctor::doctor,
     failure::Failure,
