@@ -49,11 +49,11 @@ pub(crate) struct Common {
         long,
         global = true,
         value_name = "DIR",
-        env = "STOCKADE_CACHE_DIR",
+        env = "STOCKADE_TEMPLATE_CACHE",
         hide_short_help = true,
         help_heading = "Global options"
     )]
-    pub(crate) cache_dir: Option<PathBuf>,
+    pub(crate) template_cache: Option<PathBuf>,
 }
 
 /// The commands.

@@ -42,7 +42,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Measures everything and tells it; exit code 1 if anything failed on the way.
 pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Failure> {
     let data_dir = common.data_dir.clone().unwrap_or_else(default_data_dir);
-    let cache_dir = common.cache_dir.clone().unwrap_or_else(|| data_dir.join("cache"));
+    let cache_dir = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
     let accel = match args.accel {
         Accel::Auto => "auto",
         Accel::Kvm => "kvm",

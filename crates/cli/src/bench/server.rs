@@ -67,7 +67,13 @@ impl Throwaway {
             command.env_remove(name);
         }
         command.args(["up", "--http", "127.0.0.1:0", "--https", "127.0.0.1:0", "--no-self-check", "--accel", accel]);
-        command.arg("--pool").arg(pool.to_string()).arg("--data-dir").arg(&data_dir).arg("--cache-dir").arg(cache_dir);
+        command
+            .arg("--pool")
+            .arg(pool.to_string())
+            .arg("--data-dir")
+            .arg(&data_dir)
+            .arg("--template-cache")
+            .arg(cache_dir);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log_file).kill_on_drop(true);
         let child = command.spawn().map_err(|error| Failure::host("start a server", error))?;
         let (child, ready) = wait_until_ready(child, &data_dir, &log).await?;
