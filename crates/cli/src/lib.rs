@@ -13,7 +13,6 @@
 use std::process::ExitCode;
 
 mod args;
-mod bench;
 mod client;
 mod commands;
 mod copy;

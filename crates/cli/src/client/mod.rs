@@ -13,7 +13,6 @@ use stockade_model::Secret;
 use crate::failure::{Failure, chain};
 
 mod discovery;
-mod events;
 mod exec;
 mod files;
 mod sandboxes;

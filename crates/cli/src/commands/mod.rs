@@ -6,17 +6,15 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::{
     args::{Arguments, Command, Common},
-    bench::bench,
     client::Client,
     doctor::doctor,
     failure::Failure,
-    server::up,
     ui::Ui,
 };
 
 mod attend;
 mod cp;
-pub(crate) mod env;
+mod env;
 mod exec;
 mod run;
 mod sandboxes;
@@ -66,8 +64,7 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Version => version::version(&common, ui).await,
         Command::Env(args) => env::env(&common, ui, args),
         Command::Doctor(args) => return doctor(&common, args, ui).await,
-        Command::Bench(args) => return bench(&common, args, ui).await,
-        Command::Up(args) => up(&common, args, ui).await,
+        Command::Up(_) | Command::Bench(_) => Err(Failure::new("not_available", "this build has no such command yet")),
     }?;
     Ok(0)
 }

@@ -1,4 +1,4 @@
-//! Metrics: one sample, taken when asked. No history is kept yet, so a window in the past is empty.
+//! Metrics of sandboxes, a sample every few seconds.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,9 @@ use axum::{
     Extension, Json,
     extract::{Path, Query, State},
 };
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
-use stockade_model::SandboxId;
-use stockade_service::{Principal, ServiceError};
+use stockade_service::{MetricsSample, Principal, ServiceError};
 
 use super::{super::error::HttpError, JsonResult, sandbox_id};
 use crate::AppState;
@@ -19,6 +18,20 @@ pub(super) struct Window {
     /// Seconds since the epoch.
     start: Option<i64>,
     end: Option<i64>,
+}
+
+impl Window {
+    /// The first and the last instant of it: `end` names a whole second.
+    fn bounds(&self) -> Result<(Option<Timestamp>, Option<Timestamp>), HttpError> {
+        if self.start.zip(self.end).is_some_and(|(start, end)| start > end) {
+            return Err(HttpError::bad_request("start lies after end"));
+        }
+        let at = |second: Option<i64>, rest: SignedDuration| {
+            let instant = second.map(|second| Timestamp::from_second(second)?.checked_add(rest));
+            instant.transpose().map_err(|error| HttpError::bad_request(format!("start or end is no time: {error}")))
+        };
+        Ok((at(self.start, SignedDuration::ZERO)?, at(self.end, SignedDuration::from_millis(999))?))
+    }
 }
 
 #[derive(Serialize)]
@@ -35,22 +48,20 @@ pub(super) struct Metric {
     disk_total: u64,
 }
 
-async fn sample(state: &AppState, who: &Principal, id: &SandboxId) -> Result<Metric, ServiceError> {
-    let guest = state.service.guest(who, id).await?;
-    let stats = guest.stats().await.map_err(ServiceError::Engine)?;
-    // The host's clock: a window is asked for by it.
-    let timestamp = Timestamp::now();
-    Ok(Metric {
-        timestamp,
-        timestamp_unix: timestamp.as_second(),
-        cpu_count: stats.cpu_count,
-        cpu_used_pct: stats.cpu_used_percent,
-        mem_used: stats.memory_used,
-        mem_total: stats.memory_total,
-        mem_cache: stats.memory_cache,
-        disk_used: stats.disk_used,
-        disk_total: stats.disk_total,
-    })
+impl From<MetricsSample> for Metric {
+    fn from(MetricsSample { at, stats }: MetricsSample) -> Self {
+        Self {
+            timestamp: at,
+            timestamp_unix: at.as_second(),
+            cpu_count: stats.cpu_count,
+            cpu_used_pct: stats.cpu_used_percent,
+            mem_used: stats.memory_used,
+            mem_total: stats.memory_total,
+            mem_cache: stats.memory_cache,
+            disk_used: stats.disk_used,
+            disk_total: stats.disk_total,
+        }
+    }
 }
 
 pub(super) async fn one(
@@ -59,13 +70,9 @@ pub(super) async fn one(
     Path(id): Path<String>,
     Query(window): Query<Window>,
 ) -> JsonResult<Vec<Metric>> {
-    if window.start.zip(window.end).is_some_and(|(start, end)| start > end) {
-        return Err(HttpError::bad_request("start lies after end"));
-    }
-    let metric = sample(&state, &who, &sandbox_id(&id)?).await?;
-    let now = metric.timestamp_unix;
-    let inside = window.start.is_none_or(|start| start <= now) && window.end.is_none_or(|end| now <= end);
-    Ok(Json(if inside { vec![metric] } else { Vec::new() }))
+    let (start, end) = window.bounds()?;
+    let samples = state.service.metrics(&who, &sandbox_id(&id)?, start, end).await?;
+    Ok(Json(samples.into_iter().map(Into::into).collect()))
 }
 
 #[derive(Deserialize)]
@@ -91,10 +98,15 @@ pub(super) async fn many(
     let mut sandboxes = BTreeMap::new();
     for id in ids {
         let Ok(sandbox) = sandbox_id(id) else { continue };
-        match sample(&state, &who, &sandbox).await {
-            Ok(metric) => drop(sandboxes.insert(id.to_owned(), metric)),
-            Err(ServiceError::SandboxNotFound { .. } | ServiceError::SandboxEnded { .. }) => {}
-            Err(ServiceError::WrongState { .. }) => {}
+        match state.service.metrics(&who, &sandbox, None, None).await {
+            Ok(samples) => {
+                sandboxes.extend(samples.into_iter().next_back().map(|latest| (id.to_owned(), latest.into())));
+            }
+            Err(
+                ServiceError::SandboxNotFound { .. }
+                | ServiceError::SandboxEnded { .. }
+                | ServiceError::WrongState { .. },
+            ) => {}
             Err(error) => return Err(error.into()),
         }
     }
