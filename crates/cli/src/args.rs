@@ -44,6 +44,16 @@ pub(crate) struct Common {
     /// The server's data [default: /var/lib/stockade for root, else ~/.local/share/stockade]
     #[arg(long, global = true, value_name = "DIR", env = "STOCKADE_DATA_DIR", help_heading = "Global options")]
     pub(crate) data_dir: Option<PathBuf>,
+    /// What templates are built from; may be shared [default: cache in the data directory]
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "STOCKADE_TEMPLATE_CACHE",
+        hide_short_help = true,
+        help_heading = "Global options"
+    )]
+    pub(crate) template_cache: Option<PathBuf>,
 }
 
 /// The commands.

@@ -13,6 +13,7 @@
 use std::process::ExitCode;
 
 mod args;
+mod bench;
 mod client;
 mod commands;
 mod copy;

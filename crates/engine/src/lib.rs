@@ -22,6 +22,7 @@ mod error;
 #[cfg(feature = "fake")]
 pub mod fake;
 pub mod guest;
+pub mod qemu;
 
 pub use error::EngineError;
 pub use guest::GuestClient;

@@ -13,6 +13,7 @@ use stockade_model::Secret;
 use crate::failure::{Failure, chain};
 
 mod discovery;
+mod events;
 mod exec;
 mod files;
 mod sandboxes;

@@ -6,15 +6,17 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::{
     args::{Arguments, Command, Common},
+    bench::bench,
     client::Client,
     doctor::doctor,
     failure::Failure,
+    server::up,
     ui::Ui,
 };
 
 mod attend;
 mod cp;
-mod env;
+pub(crate) mod env;
 mod exec;
 mod run;
 mod sandboxes;
@@ -64,7 +66,8 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Version => version::version(&common, ui).await,
         Command::Env(args) => env::env(&common, ui, args),
         Command::Doctor(args) => return doctor(&common, args, ui).await,
-        Command::Up(_) | Command::Bench(_) => Err(Failure::new("not_available", "this build has no such command yet")),
+        Command::Bench(args) => return bench(&common, args, ui).await,
+        Command::Up(args) => up(&common, args, ui).await,
     }?;
     Ok(0)
 }

@@ -1,4 +1,6 @@
 //! Makes progress of what mmdebstrap, apt and dpkg write.
+//!
+//! apt fetches and dpkg installs twice: the essential packages, then the rest. The counts go on.
 
 use crate::{
     debian,
@@ -12,33 +14,41 @@ const IMAGE: &str = "writing the root file system";
 pub(super) struct Messages<'a> {
     progress: &'a dyn Progress,
     step: Step<'a>,
+    /// Announced so far.
     packages: u64,
+    bytes: u64,
+    /// Done so far.
+    installed: u64,
+    fetched: u64,
 }
 
 impl<'a> Messages<'a> {
     pub(super) fn new(progress: &'a dyn Progress) -> Self {
-        Self { progress, step: Step::begin(progress, "fetching Debian's package lists", Unit::Bytes), packages: 0 }
+        let step = Step::begin(progress, "fetching Debian's package lists", Unit::Bytes);
+        Self { progress, step, packages: 0, bytes: 0, installed: 0, fetched: 0 }
     }
 
     pub(super) fn read(&mut self, line: &str) {
         tracing::debug!(target: "stockade_images::mmdebstrap", "{line}");
-        if let Some(phase) = line.strip_prefix("I: ") {
-            self.phase(phase);
-        } else if let Some(count) =
-            line.split_once(" newly installed").and_then(|(before, _)| before.rsplit(' ').next())
-        {
-            // Essential packages are installed apart from the rest; the first count is of all.
-            self.packages = self.packages.max(count.parse().unwrap_or(0));
-        } else if let Some(size) = line.strip_prefix("Need to get ").and_then(|rest| rest.split_once(" of ")) {
-            let size = size.0.rsplit('/').next().unwrap_or(size.0);
-            if let Some(bytes) = debian::bytes(size) {
-                self.step.set_total(bytes);
-            }
+        if line.starts_with("I: running --customize-hook") {
+            self.begin(IMAGE, Unit::Bytes, 0, 0);
+        } else if let Some(count) = number_before(line, " newly installed") {
+            self.packages += count;
+        } else if let Some(bytes) = announced(line) {
+            self.bytes += bytes;
+            self.begin(FETCH, Unit::Bytes, self.fetched, self.bytes);
+        } else if let Some(package) = line.strip_prefix("Unpacking ").and_then(|rest| rest.split(' ').next()) {
+            self.begin(INSTALL, Unit::Items, self.installed, self.packages);
+            self.step.tell(package);
         } else if let Some(package) = line.strip_prefix("Setting up ").and_then(|rest| rest.split(' ').next()) {
-            self.begin(INSTALL, Unit::Items);
+            self.begin(INSTALL, Unit::Items, self.installed, self.packages);
+            self.installed += 1;
             self.step.advance(1, package);
-        } else {
-            debian::report_fetched(&mut self.step, line);
+        } else if let Some((name, bytes)) = debian::fetched(line) {
+            if self.bytes > 0 {
+                self.fetched += bytes;
+            }
+            self.step.advance(bytes, name);
         }
     }
 
@@ -46,25 +56,27 @@ impl<'a> Messages<'a> {
         self.step.tell("");
     }
 
-    fn phase(&mut self, phase: &str) {
-        if phase.starts_with("downloading packages") {
-            self.begin(FETCH, Unit::Bytes);
-        } else if phase.starts_with("installing") || phase.starts_with("extracting") {
-            self.begin(INSTALL, Unit::Items);
-        } else if phase.starts_with("running --customize-hook") {
-            self.begin(IMAGE, Unit::Bytes);
-        }
-    }
-
-    fn begin(&mut self, name: &'static str, unit: Unit) {
+    fn begin(&mut self, name: &'static str, unit: Unit, done: u64, total: u64) {
         if self.step.name() == name {
             return;
         }
         self.step = Step::begin(self.progress, name, unit);
-        if unit == Unit::Items && self.packages > 0 {
-            self.step.set_total(self.packages);
+        if total > 0 {
+            self.step.set_total(total);
+            self.step.advance(done, "");
         }
     }
+}
+
+/// `0 upgraded, 69 newly installed, ...` → 69.
+fn number_before(line: &str, words: &str) -> Option<u64> {
+    line.split_once(words)?.0.rsplit(' ').next()?.parse().ok()
+}
+
+/// `Need to get 29.7 MB of archives.`, `Need to get 1 kB/29.7 MB of archives.` → bytes.
+fn announced(line: &str) -> Option<u64> {
+    let size = line.strip_prefix("Need to get ")?.split_once(" of ")?.0;
+    debian::bytes(size.rsplit('/').next()?)
 }
 
 #[cfg(test)]
@@ -86,19 +98,23 @@ mod tests {
             "0 upgraded, 69 newly installed, 0 to remove and 0 not upgraded.",
             "Need to get 29.7 MB of archives.",
             "Get:4 http://deb.debian.org/debian bookworm/main amd64 libc6 amd64 2.36-9+deb12u14 [2759 kB]",
-            "I: extracting archives...",
             "I: installing essential packages...",
+            "Unpacking libc6:amd64 (2.36-9+deb12u14) ...",
             "Setting up libc6:amd64 (2.36-9+deb12u14) ...",
+            "0 upgraded, 2 newly installed, 0 to remove and 0 not upgraded.",
+            "Need to get 1000 kB of archives.",
+            "Get:1 http://deb.debian.org/debian bookworm/main amd64 jq amd64 1.6 [1000 kB]",
+            "Setting up jq (1.6) ...",
             "I: running --customize-hook in shell: sh -c ...",
         ] {
             messages.read(line);
         }
         let seen = seen.into_inner().expect("nobody panicked");
-        let find = |step: &str| seen.iter().rfind(|report| report.step == step).expect("the step was begun");
-        let fetch = find(FETCH);
-        assert_eq!((fetch.done, fetch.total, fetch.detail.as_str()), (2_759_000, Some(29_700_000), "libc6"));
-        let install = find(INSTALL);
-        assert_eq!((install.done, install.total, install.unit), (1, Some(69), Unit::Items));
+        let last = |step: &str| seen.iter().rfind(|report| report.step == step).expect("the step was begun");
+        let fetch = last(FETCH);
+        assert_eq!((fetch.done, fetch.total, fetch.detail.as_str()), (3_759_000, Some(30_700_000), "jq"));
+        let install = last(INSTALL);
+        assert_eq!((install.done, install.total, install.unit), (2, Some(71), Unit::Items));
         assert_eq!(seen.last().map(|report| report.step), Some(IMAGE));
     }
 }

@@ -1,0 +1,181 @@
+//! `stockade bench`: measures this host with throwaway servers of its own.
+//!
+//! ```text
+//! server with the pool off   restore -> first output, in turn with the bare emulator's restore
+//!                            command and file round trips, transfers, memory of idle sandboxes
+//! server with a pool         claim -> first output; creates per second at 1, 4, 16 in flight
+//! ```
+//!
+//! Both sides of a ratio are measured in turn, so that noise of the host hits both.
+
+use std::time::Duration;
+
+use tokio::time;
+
+use crate::{
+    args::{Accel, Bench, Common},
+    failure::{FAILED, Failure},
+    local_paths::default_data_dir,
+    ui::Ui,
+};
+
+mod bare;
+mod measure;
+mod report;
+mod rounds;
+mod server;
+
+use measure::Samples;
+use report::{Host, Measure, Report};
+use server::Throwaway;
+
+const POOL: usize = 4;
+/// Sandboxes whose memory is looked at.
+const IDLE_SANDBOXES: usize = 8;
+/// How long they are left alone before.
+const IDLE_FOR: Duration = Duration::from_secs(5);
+const TRANSFERS: usize = 5;
+const IN_FLIGHT: [usize; 3] = [1, 4, 16];
+/// Between two samples: what the last one left to do is done, and the guests are quiet.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Measures everything and tells it; exit code 1 if anything failed on the way.
+pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Failure> {
+    let data_dir = common.data_dir.clone().unwrap_or_else(default_data_dir);
+    let cache_dir = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
+    let accel = match args.accel {
+        Accel::Auto => "auto",
+        Accel::Kvm => "kvm",
+        Accel::Tcg => "tcg",
+    };
+    let n = args.n.max(1);
+    let mut measures = Vec::new();
+    ui.note("starting a server without a pool (the first time this builds the base template)");
+    let server = Throwaway::start(&cache_dir, accel, 0).await?;
+    let host = Host::look(&server).await?;
+    let stages = async {
+        measures.extend(restores(&server, n, ui).await?);
+        measures.extend(round_trips(&server, n, ui).await?);
+        measures.extend(idle_memory(&server, ui).await?);
+        Ok(())
+    };
+    let result: Result<(), Failure> = stages.await;
+    server.stop().await?;
+    result?;
+    ui.note("starting a server with a pool");
+    let server = Throwaway::start(&cache_dir, accel, POOL).await?;
+    let stages = async {
+        measures.push(claims(&server, n, ui).await?);
+        for in_flight in IN_FLIGHT {
+            measures.extend(creates(&server, n, in_flight, ui).await?);
+        }
+        Ok(())
+    };
+    let result: Result<(), Failure> = stages.await;
+    server.stop().await?;
+    result?;
+    let report = Report::new(host, n, measures);
+    report.tell(args.json_file.flatten().as_deref(), ui)?;
+    Ok(if report.failures() > 0 { FAILED } else { 0 })
+}
+
+async fn restores(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+    ui.note(&format!("restores, ours and the bare emulator's in turn: {n} each"));
+    let (mut ours, mut bare) = (Samples::default(), Samples::default());
+    let emulator = bare::Emulator::of(server).await?;
+    // The first one reads files from disk.
+    rounds::create_to_output(&server.client).await?;
+    for _ in 0..n {
+        server.settle(0).await?;
+        time::sleep(PAUSE).await;
+        ours.push(rounds::create_to_output(&server.client).await);
+        server.settle(0).await?;
+        time::sleep(PAUSE).await;
+        bare.push(emulator.restore().await);
+    }
+    let ratio = ours.median() / bare.median();
+    Ok(vec![
+        Measure::new("restore to first output", "ms", ours),
+        Measure::new("bare emulator: restore to first reply", "ms", bare),
+        Measure::single("restore, ours / bare (medians)", "x", ratio),
+    ])
+}
+
+async fn round_trips(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+    ui.note("round trips and transfers on a live sandbox");
+    let client = &server.client;
+    let (id, _) = rounds::create(client).await?;
+    time::sleep(PAUSE).await;
+    let (mut exec, mut stat) = (Samples::default(), Samples::default());
+    rounds::exec_round_trip(client, &id).await?;
+    for _ in 0..n * 5 {
+        exec.push(rounds::exec_round_trip(client, &id).await);
+        stat.push(rounds::stat_round_trip(client, &id).await);
+    }
+    let (mut up, mut down) = (Samples::default(), Samples::default());
+    for _ in 0..TRANSFERS {
+        match rounds::transfer(client, &id).await {
+            Ok((upload, download)) => {
+                up.push(Ok::<_, Failure>(upload));
+                down.push(Ok::<_, Failure>(download));
+            }
+            Err(failure) => up.push(Err(failure)),
+        }
+    }
+    client.kill(&id).await?;
+    server.settle(0).await?;
+    Ok(vec![
+        Measure::new("exec round trip (true)", "ms", exec),
+        Measure::new("file stat round trip", "ms", stat),
+        Measure::new("upload, 32 MiB file", "MB/s", up),
+        Measure::new("download, 32 MiB file", "MB/s", down),
+    ])
+}
+
+async fn idle_memory(server: &Throwaway, ui: Ui) -> Result<Vec<Measure>, Failure> {
+    ui.note(&format!("memory of {IDLE_SANDBOXES} idle sandboxes"));
+    let mut ids = Vec::new();
+    for _ in 0..IDLE_SANDBOXES {
+        ids.push(rounds::create(&server.client).await?.0);
+    }
+    time::sleep(IDLE_FOR).await;
+    let (mut private, mut proportional) = (Samples::default(), Samples::default());
+    for memory in server.memory() {
+        private.push(memory.clone().map(|(private, _)| private));
+        proportional.push(memory.map(|(_, proportional)| proportional));
+    }
+    for id in ids {
+        server.client.kill(&id).await?;
+    }
+    server.settle(0).await?;
+    Ok(vec![
+        Measure::new("idle sandbox, private memory", "MiB", private),
+        Measure::new("idle sandbox, proportional memory", "MiB", proportional),
+    ])
+}
+
+async fn claims(server: &Throwaway, n: usize, ui: Ui) -> Result<Measure, Failure> {
+    ui.note(&format!("claims from the pool: {n}"));
+    let mut claims = Samples::default();
+    server.settle(POOL).await?;
+    rounds::create_to_output(&server.client).await?;
+    for _ in 0..n {
+        server.settle(POOL).await?;
+        time::sleep(PAUSE).await;
+        claims.push(rounds::create_to_output(&server.client).await);
+    }
+    Ok(Measure::new("claim to first output", "ms", claims))
+}
+
+async fn creates(server: &Throwaway, n: usize, in_flight: usize, ui: Ui) -> Result<[Measure; 2], Failure> {
+    // 100 by default at the widest.
+    let count = (n * 5).min(n * 2 + in_flight * 4).max(in_flight);
+    ui.note(&format!("{count} creates, {in_flight} in flight"));
+    server.settle(POOL).await?;
+    time::sleep(PAUSE).await;
+    let burst = rounds::burst(server, count, in_flight).await?;
+    Ok([
+        Measure::new(format!("create, {in_flight} in flight"), "ms", burst.latency),
+        Measure::single(format!("creates per second, {in_flight} in flight"), "1/s", burst.per_second),
+    ])
+}

@@ -1,0 +1,162 @@
+//! A throwaway server: this very program, with a data directory of its own that shares built templates.
+
+use std::{
+    env,
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde::Deserialize;
+use stockade_model::Secret;
+use tempfile::TempDir;
+use tokio::{
+    process::{Child, Command},
+    time::{self, Instant},
+};
+
+use crate::{client::Client, failure::Failure, local_paths::Ready};
+
+/// The first one may have to build the base template.
+const START_TIMEOUT: Duration = Duration::from_secs(1800);
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
+const POLL: Duration = Duration::from_millis(10);
+
+pub(super) struct Throwaway {
+    child: Child,
+    directory: TempDir,
+    pub(super) client: Client,
+    pub(super) accel: String,
+}
+
+/// What the engine keeps of a machine, as far as it matters here.
+#[derive(Debug, Deserialize)]
+struct MachineRecord {
+    #[serde(default)]
+    is_complete: bool,
+    processes: Option<Processes>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Processes {
+    emulator: ProcessId,
+}
+
+#[derive(Debug, Deserialize)]
+struct ProcessId {
+    pid: i32,
+}
+
+impl Throwaway {
+    pub(super) async fn start(cache_dir: &Path, accel: &str, pool: usize) -> Result<Self, Failure> {
+        let directory =
+            TempDir::with_prefix("stockade-bench-").map_err(|error| Failure::host("make a directory", error))?;
+        let data_dir = directory.path().join("data");
+        let program = env::current_exe().map_err(|error| Failure::host("find this program", error))?;
+        let log = directory.path().join("log");
+        let log_file = File::create(&log).map_err(|error| Failure::host(format!("make {}", log.display()), error))?;
+        let mut command = Command::new(program);
+        // The user's own settings are meant for another server.
+        for (name, _) in env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("STOCKADE_")) {
+            command.env_remove(name);
+        }
+        command.args(["up", "--http", "127.0.0.1:0", "--https", "127.0.0.1:0", "--no-self-check", "--accel", accel]);
+        command
+            .arg("--pool")
+            .arg(pool.to_string())
+            .arg("--data-dir")
+            .arg(&data_dir)
+            .arg("--template-cache")
+            .arg(cache_dir);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log_file).kill_on_drop(true);
+        let child = command.spawn().map_err(|error| Failure::host("start a server", error))?;
+        let (child, ready) = wait_until_ready(child, &data_dir, &log).await?;
+        let client = Client::new(&ready.http_url, Secret::new(ready.read_key()?), None)?;
+        Ok(Self { child, directory, client, accel: ready.accel })
+    }
+
+    pub(super) fn data_dir(&self) -> PathBuf {
+        self.directory.path().join("data")
+    }
+
+    fn machines(&self) -> Vec<MachineRecord> {
+        let Ok(entries) = fs::read_dir(self.data_dir().join("machines")) else { return Vec::new() };
+        let read = |path: PathBuf| serde_json::from_slice(&fs::read(path.join("machine.json")).ok()?).ok();
+        entries.filter_map(|entry| read(entry.ok()?.path())).collect()
+    }
+
+    /// Waits until exactly this many machines are there and complete: the pool is full and the killed are gone.
+    pub(super) async fn settle(&self, machines: usize) -> Result<(), Failure> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let records = self.machines();
+            if records.len() == machines && records.iter().all(|record| record.is_complete) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let message = format!("the server has {} machines after a minute, {machines} expected", records.len());
+                return Err(Failure::new("bench_unsettled", message));
+            }
+            time::sleep(POLL).await;
+        }
+    }
+
+    /// Private and proportional memory of each emulator, in MiB.
+    pub(super) fn memory(&self) -> Vec<Result<(f64, f64), String>> {
+        let pids =
+            self.machines().into_iter().filter_map(|record| record.processes).map(|processes| processes.emulator.pid);
+        pids.map(memory_of).collect()
+    }
+
+    /// Ends the sandboxes, then the server: its machines would outlive it.
+    pub(super) async fn stop(mut self) -> Result<(), Failure> {
+        for sandbox in self.client.sandboxes(&crate::client::ListQuery::default()).await? {
+            self.client.kill(&sandbox.id).await?;
+        }
+        if let Some(pid) = self.child.id().and_then(|pid| i32::try_from(pid).ok()) {
+            kill(Pid::from_raw(pid), Signal::SIGTERM).map_err(|error| Failure::host("stop the server", error))?;
+        }
+        let ended = time::timeout(STOP_TIMEOUT, self.child.wait()).await;
+        ended
+            .map_err(|_| Failure::new("bench_unsettled", "the server did not stop"))?
+            .map(drop)
+            .map_err(|error| Failure::host("stop the server", error))
+    }
+}
+
+async fn wait_until_ready(mut child: Child, data_dir: &Path, log: &Path) -> Result<(Child, Ready), Failure> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    loop {
+        if let Some(ready) = Ready::read(data_dir)? {
+            return Ok((child, ready));
+        }
+        let ended = child.try_wait().map_err(|error| Failure::host("wait for the server", error))?;
+        if ended.is_some() || Instant::now() > deadline {
+            let log = fs::read_to_string(log).unwrap_or_default();
+            let last: Vec<_> = log.lines().rev().take(10).collect();
+            let last: Vec<_> = last.into_iter().rev().collect();
+            return Err(Failure::new(
+                "bench_server",
+                format!("the throwaway server did not come up:\n{}", last.join("\n")),
+            ));
+        }
+        time::sleep(POLL).await;
+    }
+}
+
+fn memory_of(pid: i32) -> Result<(f64, f64), String> {
+    let path = format!("/proc/{pid}/smaps_rollup");
+    let text = fs::read_to_string(&path).map_err(|error: io::Error| format!("{path}: {error}"))?;
+    let mib = |names: &[&str]| {
+        let kib = |line: &str| line.split_whitespace().nth(1).and_then(|number| number.parse::<f64>().ok());
+        let lines = text.lines().filter(|line| names.iter().any(|name| line.starts_with(name)));
+        lines.filter_map(kib).sum::<f64>() / 1024.0
+    };
+    Ok((mib(&["Private_Clean:", "Private_Dirty:"]), mib(&["Pss:"])))
+}

@@ -1,0 +1,66 @@
+//! What a server says when it is ready: data on standard output.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::{data_dir::DataDir, self_check::Timing};
+use crate::{
+    commands::env::{e2b_variables, quoted},
+    failure::Failure,
+    local_paths::{Ready, default_data_dir},
+    ui::Ui,
+};
+
+pub(super) fn greet(
+    data_dir: &DataDir,
+    ready: &Ready,
+    timing: Option<&Timing>,
+    took: Duration,
+    ui: Ui,
+) -> Result<(), Failure> {
+    let value = json!({"ready": ready, "self_check": timing, "start_seconds": took.as_secs_f64()});
+    ui.data(&value, || text(data_dir, ready, timing, took))
+}
+
+fn text(data_dir: &DataDir, ready: &Ready, timing: Option<&Timing>, took: Duration) -> String {
+    let mut text = format!("ready in {:.1} s (pid {}, {})\n", took.as_secs_f64(), ready.pid, accel(&ready.accel));
+    if let Some(Timing { create_ms, run_ms }) = timing {
+        text.push_str(&format!("first sandbox: created in {create_ms:.0} ms, ran a command in {run_ms:.0} ms\n"));
+    }
+    let lines = [
+        ("http", ready.http_url.clone()),
+        ("https", ready.https_url.clone()),
+        ("api key", ready.api_key_file.display().to_string()),
+        ("ca", ready.ca_file.display().to_string()),
+    ];
+    text.push('\n');
+    lines.iter().for_each(|(name, value)| text.push_str(&format!("{name:<9}{value}\n")));
+    // Clients look in the default place by themselves.
+    let data_dir = data_dir.path();
+    let option = if data_dir == default_data_dir() {
+        String::new()
+    } else {
+        format!(" --data-dir {}", quoted(&data_dir.display().to_string()))
+    };
+    text.push_str(&format!(
+        "\nin another terminal:\n    stockade run{option} -- python3 -c 'print(6*7)'\n\nin Python (pip install e2b):\n"
+    ));
+    let key = format!("\"$(cat {})\"", quoted(&ready.api_key_file.display().to_string()));
+    let variables = e2b_variables(ready, &key).into_iter().filter(|(name, _)| *name != "NODE_EXTRA_CA_CERTS");
+    let assignments: Vec<_> = variables
+        .map(|(name, value)| format!("{name}={}", if value == key { value } else { quoted(&value) }))
+        .collect();
+    let program =
+        "from e2b import Sandbox; s = Sandbox.create(); print(s.commands.run(\"echo hello\").stdout); s.kill()";
+    text.push_str(&format!("    {} \\\n        python3 -c '{program}'\n", assignments.join(" ")));
+    text
+}
+
+fn accel(accel: &str) -> String {
+    match accel {
+        "kvm" => "hardware virtualisation by KVM".to_owned(),
+        "tcg" => "software emulation: slower, and the jail is the wall".to_owned(),
+        other => other.to_owned(),
+    }
+}

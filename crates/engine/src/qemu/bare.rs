@@ -1,0 +1,87 @@
+//! The bare side of the benchmark: the same emulator on the same template, nothing of ours around it.
+
+use std::{
+    fs::{self, File},
+    os::{fd::AsRawFd, unix::net::UnixListener},
+    path::Path,
+    process::Stdio,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use serde_json::json;
+use tokio::{net::UnixStream, process::Command};
+
+use super::{
+    Host, agent, command_line,
+    command_line::{MachineArguments, Origin},
+    manifest::{DEVICE_STATE, MACHINE_LAYER, Manifest},
+    qmp::Qmp,
+    restore::Memories,
+    template::{migrate, set_capabilities},
+};
+use crate::EngineError;
+
+pub(crate) async fn restore(host: &Arc<Host>, memories: &Memories, template: &Path) -> Result<Duration, EngineError> {
+    let template = fs::canonicalize(template).map_err(EngineError::host(format!("find {}", template.display())))?;
+    let manifest = Manifest::check(&template, &host.needs)?;
+    let memory = memories.get(host, &template, &manifest).await?;
+    let directory = tempfile::tempdir().map_err(EngineError::host("make a directory"))?;
+    let disk = directory.path().join("disk.qcow2");
+    fs::copy(template.join(MACHINE_LAYER), &disk).map_err(EngineError::host("copy the machine's disk"))?;
+    let state = File::open(template.join(DEVICE_STATE)).map_err(EngineError::host("open the device state"))?;
+    let bind = |name: &str| {
+        let path = directory.path().join(name);
+        UnixListener::bind(&path).map_err(EngineError::host(format!("bind {}", path.display())))
+    };
+    let connect = |name: &str| {
+        let stream = UnixStream::connect(directory.path().join(name));
+        async move { stream.await.map_err(EngineError::host("connect to the emulator")) }
+    };
+    let (control, link, console) = (bind("control")?, bind("link")?, bind("console")?);
+    let inherited = [&state, memory.file()].map(AsRawFd::as_raw_fd);
+    let inherited = [inherited[0], inherited[1], control.as_raw_fd(), link.as_raw_fd(), console.as_raw_fd()];
+    let arguments = command_line::arguments(&MachineArguments {
+        name: "bare",
+        shape: manifest.shape,
+        accelerator: host.accelerator,
+        disk: &disk.display().to_string(),
+        template_override: Some(&template.display().to_string()),
+        firmware: &host.firmware.display().to_string(),
+        memory: memory.file().as_raw_fd(),
+        control: control.as_raw_fd(),
+        link: link.as_raw_fd(),
+        console: console.as_raw_fd(),
+        origin: Origin::Snapshot,
+        seccomp: false,
+    });
+    let mut command = Command::new(&host.emulator);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+    // SAFETY: `fcntl` on numbers that were copied before the fork.
+    unsafe {
+        command.pre_exec(move || {
+            for fd in inherited {
+                if libc::fcntl(fd, libc::F_SETFD, 0) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            Ok(())
+        });
+    }
+
+    let begin = Instant::now();
+    let mut child = command.spawn().map_err(EngineError::host("start the emulator"))?;
+    drop((control, console));
+    let limits = &host.limits;
+    let qmp = Qmp::open(connect("control").await?, limits.restore_patience).await?;
+    set_capabilities(&qmp, limits.command_patience).await?;
+    let uri = format!("fd:{}", state.as_raw_fd());
+    migrate(&qmp, "migrate-incoming", json!({ "uri": uri }), limits.restore_patience).await?;
+    qmp.run("cont", json!({}), limits.command_patience).await?;
+    let mut stream = connect("link").await?;
+    agent::hello(&mut stream, limits.guest_patience).await?;
+    let elapsed = begin.elapsed();
+    drop(link);
+    child.kill().await.map_err(EngineError::host("end the emulator"))?;
+    Ok(elapsed)
+}

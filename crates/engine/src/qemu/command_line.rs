@@ -1,0 +1,240 @@
+//! The emulator's command line, from what a machine is to what QEMU wants to read. No I/O here.
+//!
+//! A restored machine must have the devices of the template it comes from, in the same order: both
+//! come from [`arguments`], which differ only in how memory is mapped and where the machine comes from.
+//!
+//! Names inside the jail are fixed (`/machine`, `/template`, `/boot`), because overlays store the names
+//! of their backing files.
+
+use std::os::fd::RawFd;
+
+use stockade_model::{Accelerator, MachineShape};
+
+use super::manifest::{DISK, ROOT};
+
+/// Where a machine's own overlay is in the jail.
+pub(crate) const MACHINE_DISK: &str = "/machine/disk.qcow2";
+/// Where the template's directory is in the jail.
+pub(crate) const TEMPLATE_DIR: &str = "/template";
+/// Where the firmware is in the jail.
+pub(crate) const FIRMWARE_DIR: &str = "/firmware";
+/// Where the kernel is in the jail, at the boot of a template.
+pub(crate) const KERNEL: &str = "/boot/vmlinuz";
+/// Where the initial file system is in the jail, at the boot of a template.
+pub(crate) const INITRAMFS: &str = "/boot/initramfs";
+/// The machine type; part of what a template needs.
+pub(crate) const MACHINE_TYPE: &str = "microvm";
+/// Block node of the root disk, for commands that name it.
+pub(crate) const ROOT_NODE: &str = "root";
+/// The port of the guest link.
+pub(crate) const LINK_PORT: &str = "stockade.link";
+
+/// Seccomp: QEMU's own filter, everything it can forbid.
+const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+
+/// One emulator's machine.
+#[derive(Clone, Debug)]
+pub(crate) struct MachineArguments<'a> {
+    /// Shown by `ps`; lets a sweep recognise the process.
+    pub(crate) name: &'a str,
+    /// Processors and memory.
+    pub(crate) shape: MachineShape,
+    /// What runs the instructions.
+    pub(crate) accelerator: Accelerator,
+    /// The root disk's top layer, as seen by the emulator.
+    pub(crate) disk: &'a str,
+    /// Where the template's directory is, if not where the disk's layers say it is.
+    pub(crate) template_override: Option<&'a str>,
+    /// Where firmware is, as seen by the emulator.
+    pub(crate) firmware: &'a str,
+    /// Guest memory.
+    pub(crate) memory: RawFd,
+    /// Listening socket of the control channel.
+    pub(crate) control: RawFd,
+    /// Listening socket of the guest link.
+    pub(crate) link: RawFd,
+    /// Listening socket of the guest's console.
+    pub(crate) console: RawFd,
+    /// Where the machine comes from.
+    pub(crate) origin: Origin<'a>,
+    /// Turn QEMU's seccomp filter on (always, but for the bare side of the benchmark).
+    pub(crate) seccomp: bool,
+}
+
+/// Where a machine comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Origin<'a> {
+    /// From its kernel; writes to memory go to the memory file.
+    Boot {
+        /// The kernel's command line.
+        kernel_command_line: &'a str,
+    },
+    /// From a snapshot, loaded on command; writes to memory stay private. The kernel is in memory already.
+    Snapshot,
+}
+
+/// The processor model; part of what a template needs.
+pub(crate) fn cpu_model(accelerator: Accelerator) -> &'static str {
+    match accelerator {
+        Accelerator::Kvm => "host",
+        Accelerator::Tcg | Accelerator::None => "max",
+    }
+}
+
+/// All arguments after the program's name.
+pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
+    let mut list = Vec::with_capacity(64);
+    let mut add = |words: &[&str]| list.extend(words.iter().map(|word| (*word).to_owned()));
+
+    add(&["-name", &format!("guest={}", machine.name)]);
+    add(&["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
+    add(&["-machine", &format!("{MACHINE_TYPE},memory-backend=memory")]);
+    add(&["-accel", accelerator_argument(machine.accelerator)]);
+    add(&["-cpu", cpu_model(machine.accelerator)]);
+    add(&["-smp", &machine.shape.vcpus.to_string()]);
+    add(&["-m", &format!("{}M", machine.shape.memory_mib)]);
+    add(&["-L", machine.firmware]);
+
+    let share = if matches!(machine.origin, Origin::Boot { .. }) { "on" } else { "off" };
+    add(&[
+        "-object",
+        &format!(
+            "memory-backend-file,id=memory,size={}M,mem-path=/proc/self/fd/{},share={share}",
+            machine.shape.memory_mib, machine.memory
+        ),
+    ]);
+
+    // `discard=unmap`: what the guest trims is freed in its own overlay.
+    add(&[
+        "-blockdev",
+        &format!(
+            "driver=qcow2,node-name={ROOT_NODE},discard=unmap,file.driver=file,file.node-name=root-file,\
+             file.filename={},file.discard=unmap{}",
+            escape(machine.disk),
+            machine.template_override.map(backing_override).unwrap_or_default()
+        ),
+    ]);
+    add(&["-device", &format!("virtio-blk-device,id=root-disk,drive={ROOT_NODE},serial=root")]);
+
+    add(&["-chardev", &format!("socket,id=link,fd={},server=on,wait=off", machine.link)]);
+    add(&["-device", "virtio-serial-device,id=ports,max_ports=4"]);
+    add(&["-device", &format!("virtserialport,id=link-port,bus=ports.0,nr=1,chardev=link,name={LINK_PORT}")]);
+
+    add(&["-object", "rng-builtin,id=random"]);
+    add(&["-device", "virtio-rng-device,id=random-device,rng=random"]);
+
+    // While nobody is connected, what the guest prints is dropped: it cannot fill anything.
+    add(&["-chardev", &format!("socket,id=console,fd={},server=on,wait=off", machine.console)]);
+    add(&["-serial", "chardev:console"]);
+
+    add(&["-chardev", &format!("socket,id=control,fd={},server=on,wait=off", machine.control)]);
+    add(&["-mon", "chardev=control,mode=control"]);
+
+    match machine.origin {
+        Origin::Boot { kernel_command_line } => {
+            add(&["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", kernel_command_line]);
+        }
+        Origin::Snapshot => add(&["-S", "-incoming", "defer"]),
+    }
+    if machine.seccomp {
+        add(&["-sandbox", SANDBOX]);
+    }
+    list
+}
+
+fn accelerator_argument(accelerator: Accelerator) -> &'static str {
+    match accelerator {
+        Accelerator::Kvm => "kvm",
+        // `tb-size` bounds the translator's memory, which else takes a share of the host's.
+        Accelerator::Tcg | Accelerator::None => "tcg,thread=multi,tb-size=64",
+    }
+}
+
+/// Names the layers below a machine's own explicitly.
+fn backing_override(template: &str) -> String {
+    let template = escape(template);
+    format!(
+        ",backing.driver=qcow2,backing.file.driver=file,backing.file.filename={template}/{DISK},\
+         backing.backing.driver=raw,backing.backing.file.driver=file,backing.backing.file.filename={template}/{ROOT}"
+    )
+}
+
+/// In QEMU's option lists a comma in a value is written twice.
+fn escape(value: &str) -> String {
+    value.replace(',', ",,")
+}
+
+/// The guest kernel's command line. `tsc_khz`: speed of the host's time stamp counter.
+///
+/// Without the clock settings an emulated kernel measures its clocks against each other while the
+/// host is busy with something else, finds them unstable and may hang for ever.
+pub(crate) fn kernel_command_line(accelerator: Accelerator, tsc_khz: u64) -> String {
+    // A panic reboots at once, which `-no-reboot` turns into the machine's end.
+    let common = "console=ttyS0 quiet panic=-1 reboot=t rdinit=/init";
+    match accelerator {
+        Accelerator::Kvm => common.to_owned(),
+        Accelerator::Tcg | Accelerator::None => {
+            let loops_per_jiffy = tsc_khz * 1000 / GUEST_HZ;
+            format!("{common} tsc=reliable no_timer_check tsc_early_khz={tsc_khz} lpj={loops_per_jiffy}")
+        }
+    }
+}
+
+/// Timer ticks a second of the guest's kernel (Debian's `CONFIG_HZ`).
+const GUEST_HZ: u64 = 250;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example(origin: Origin<'_>) -> Vec<String> {
+        arguments(&MachineArguments {
+            name: "stockade",
+            shape: MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 1024 },
+            accelerator: Accelerator::Tcg,
+            disk: MACHINE_DISK,
+            template_override: None,
+            firmware: FIRMWARE_DIR,
+            memory: 10,
+            control: 11,
+            link: 12,
+            console: 13,
+            origin,
+            seccomp: true,
+        })
+    }
+
+    fn devices(arguments: &[String]) -> Vec<&String> {
+        arguments.windows(2).filter(|pair| pair[0] == "-device").map(|pair| &pair[1]).collect()
+    }
+
+    #[test]
+    fn a_restored_machine_has_the_devices_of_the_booted_one_in_the_same_order() {
+        let booted = example(Origin::Boot { kernel_command_line: "console=ttyS0" });
+        let restored = example(Origin::Snapshot);
+        assert_eq!(devices(&booted), devices(&restored));
+        assert!(devices(&booted).len() <= 8, "microvm has 8 slots");
+    }
+
+    #[test]
+    fn only_a_booting_machine_writes_to_the_memory_it_is_given() {
+        let memory = |list: Vec<String>| list.into_iter().find(|word| word.starts_with("memory-backend-file"));
+        let booted = memory(example(Origin::Boot { kernel_command_line: "" })).expect("has memory");
+        let restored = memory(example(Origin::Snapshot)).expect("has memory");
+        assert!(booted.ends_with("share=on") && restored.ends_with("share=off"));
+    }
+
+    #[test]
+    fn no_device_can_punch_holes_into_shared_memory() {
+        for word in example(Origin::Snapshot) {
+            assert!(!word.contains("balloon") && !word.contains("virtio-mem"), "{word}");
+        }
+    }
+
+    #[test]
+    fn an_emulated_kernel_is_told_its_clocks() {
+        let line = kernel_command_line(Accelerator::Tcg, 2_100_000);
+        assert!(line.contains("tsc_early_khz=2100000") && line.contains("lpj=8400000"), "{line}");
+        assert!(!kernel_command_line(Accelerator::Kvm, 2_100_000).contains("tsc"));
+    }
+}

@@ -1,0 +1,262 @@
+//! One running machine: its control channel, its link, its end.
+//!
+//! A task per machine watches for its end and is the only one to say how it ended; everybody else
+//! waits for what it says.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+use stockade_model::MachineId;
+use tokio::{
+    net::UnixStream,
+    process::Child,
+    sync::{Mutex, broadcast, watch},
+};
+
+use super::{
+    Host,
+    launch::{Launched, SHOWN_LINES},
+    machine_dir::{LINK, MachineDir, Processes, Record},
+    memory::SealedMemory,
+    qmp::{CLOSED, Qmp},
+    remains::Remains,
+    tail::Tail,
+    usage,
+};
+use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage};
+
+/// How long output of an emulator that has ended may take to arrive.
+const LAST_WORDS_PATIENCE: Duration = Duration::from_secs(2);
+
+/// A machine under this process's control.
+pub struct QemuMachine {
+    inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    host: Arc<Host>,
+    record: Record,
+    processes: Processes,
+    directory: MachineDir,
+    qmp: Qmp,
+    console: Tail,
+    complaints: Tail,
+    was_killed: AtomicBool,
+    exit: watch::Sender<Option<MachineExit>>,
+    session: Mutex<Option<GuestClient>>,
+    /// Kept as long as a machine maps it, so that the next machine shares it.
+    _memory: Option<Arc<SealedMemory>>,
+}
+
+impl QemuMachine {
+    /// Takes charge of an emulator that answers. `child`: bubblewrap, where this process started it.
+    pub(crate) fn new(
+        host: Arc<Host>,
+        record: Record,
+        directory: MachineDir,
+        launched: Launched,
+        memory: Option<Arc<SealedMemory>>,
+    ) -> Self {
+        let Launched { child, processes, qmp, console, complaints } = launched;
+        Self::with_parts(host, record, directory, processes, qmp, console, complaints, Some(child), memory)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parts of one machine, put together in two places")]
+    pub(crate) fn with_parts(
+        host: Arc<Host>,
+        record: Record,
+        directory: MachineDir,
+        processes: Processes,
+        qmp: Qmp,
+        console: Tail,
+        complaints: Tail,
+        child: Option<Child>,
+        memory: Option<Arc<SealedMemory>>,
+    ) -> Self {
+        let events = qmp.events();
+        let inner = Arc::new(Inner {
+            host,
+            record,
+            processes,
+            directory,
+            qmp,
+            console,
+            complaints,
+            was_killed: AtomicBool::new(false),
+            exit: watch::channel(None).0,
+            session: Mutex::new(None),
+            _memory: memory,
+        });
+        tokio::spawn(inner.clone().watch_for_end(events, child));
+        Self { inner }
+    }
+
+    /// A fresh connection to the guest link's port, for those who speak its protocol themselves.
+    ///
+    /// # Errors
+    /// The emulator is gone.
+    pub fn connect_link(&self) -> Result<UnixStream, EngineError> {
+        self.inner.connect_link()
+    }
+
+    /// Process id of the emulator, as this host sees it.
+    pub fn emulator_pid(&self) -> i32 {
+        self.inner.processes.emulator.pid
+    }
+}
+
+impl Inner {
+    async fn watch_for_end(
+        self: Arc<Self>,
+        mut events: broadcast::Receiver<super::qmp::QmpEvent>,
+        child: Option<Child>,
+    ) {
+        match self.processes.emulator.open() {
+            Ok(Some(process)) => {
+                if let Err(error) = process.wait().await {
+                    tracing::error!(machine = %self.record.machine, %error, "cannot wait for the emulator's end");
+                }
+            }
+            Ok(None) => {}
+            Err(error) => tracing::error!(machine = %self.record.machine, %error, "cannot watch the emulator"),
+        }
+        let guest_ended = tokio::time::timeout(LAST_WORDS_PATIENCE, guest_ended(&mut events)).await.unwrap_or(false);
+        self.console.finish(LAST_WORDS_PATIENCE).await;
+        self.complaints.finish(LAST_WORDS_PATIENCE).await;
+        let status = match child {
+            Some(mut child) => match tokio::time::timeout(LAST_WORDS_PATIENCE, child.wait()).await {
+                Ok(Ok(status)) => describe_status(status),
+                _ => "its exit status is unknown".to_owned(),
+            },
+            None => "its exit status is unknown, another process started it".to_owned(),
+        };
+        let exit = if self.was_killed.load(Ordering::Acquire) {
+            MachineExit::Killed
+        } else if guest_ended {
+            MachineExit::GuestEnded(self.console.last_lines(SHOWN_LINES))
+        } else if self.record.cgroup.was_out_of_memory() {
+            MachineExit::OutOfMemory
+        } else {
+            let said = self.complaints.last_lines(SHOWN_LINES);
+            MachineExit::Crashed(if said.is_empty() { status } else { format!("{status}; it said: {said}") })
+        };
+        tracing::debug!(machine = %self.record.machine, ?exit, "machine has ended");
+        self.exit.send_replace(Some(exit));
+    }
+
+    fn connect_link(&self) -> Result<UnixStream, EngineError> {
+        self.directory.connect(LINK).map_err(|error| self.gone(&format!("its link cannot be connected: {error}")))
+    }
+
+    fn gone(&self, otherwise: &str) -> EngineError {
+        let reason = match &*self.exit.borrow() {
+            Some(exit) => format!("{exit:?}"),
+            None => otherwise.to_owned(),
+        };
+        EngineError::Gone { machine: self.record.machine.clone(), reason }
+    }
+
+    async fn command(&self, name: &'static str, arguments: Value) -> Result<Value, EngineError> {
+        if !self.qmp.is_open() {
+            return Err(self.gone("its emulator closed the control channel"));
+        }
+        self.qmp.run(name, arguments, self.host.limits.command_patience).await
+    }
+}
+
+/// Reads events to their end; whether the guest itself ended the machine.
+async fn guest_ended(events: &mut broadcast::Receiver<super::qmp::QmpEvent>) -> bool {
+    let mut ended = false;
+    loop {
+        match events.recv().await {
+            Ok(event) if event.name == CLOSED => return ended,
+            Ok(event) if event.name == "SHUTDOWN" => ended |= event.data["guest"] == true,
+            Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+            Err(broadcast::error::RecvError::Closed) => return ended,
+        }
+    }
+}
+
+fn describe_status(status: std::process::ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.code(), status.signal()) {
+        // bubblewrap passes a signal on as a shell does.
+        (Some(code), _) if code > 128 => format!("the emulator was ended by signal {}", code - 128),
+        (Some(code), _) => format!("the emulator exited with status {code}"),
+        (None, Some(signal)) => format!("its jail was ended by signal {signal}"),
+        (None, None) => "the emulator ended".to_owned(),
+    }
+}
+
+#[async_trait]
+impl Machine for QemuMachine {
+    fn id(&self) -> &MachineId {
+        &self.inner.record.machine
+    }
+
+    async fn resume(&self) -> Result<(), EngineError> {
+        self.inner.command("cont", json!({})).await.map(drop)
+    }
+
+    async fn pause(&self) -> Result<(), EngineError> {
+        self.inner.command("stop", json!({})).await.map(drop)
+    }
+
+    async fn guest(&self) -> Result<GuestClient, EngineError> {
+        let mut session = self.inner.session.lock().await;
+        if let Some(client) = session.as_ref().filter(|client| client.is_open()) {
+            return Ok(client.clone());
+        }
+        // The port has one place: the old connection must be closed before the new one is taken.
+        if let Some(old) = session.take() {
+            old.close();
+        }
+        let stream = self.inner.connect_link()?;
+        match GuestClient::open(stream, self.inner.host.limits.guest_patience).await {
+            Ok(client) => Ok(session.insert(client).clone()),
+            Err(EngineError::GuestSilent { waited, .. }) => {
+                Err(EngineError::GuestSilent { waited, console: self.console_tail() })
+            }
+            Err(EngineError::LinkBroken { .. }) if self.inner.exit.borrow().is_some() => {
+                Err(self.inner.gone("its link broke"))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn kill(&self) -> Result<(), EngineError> {
+        self.inner.was_killed.store(true, Ordering::Release);
+        if let Some(session) = self.inner.session.lock().await.take() {
+            session.close();
+        }
+        let inner = &self.inner;
+        Remains::of_record(inner.directory.clone(), &inner.record, &inner.host.boot_id).remove().await?;
+        self.exited().await;
+        Ok(())
+    }
+
+    async fn exited(&self) -> MachineExit {
+        let mut exit = self.inner.exit.subscribe();
+        match exit.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(exit)) => exit.clone(),
+            // The sender lives in `inner`, which lives as long as this.
+            Ok(None) | Err(_) => MachineExit::Crashed("its watcher has ended".to_owned()),
+        }
+    }
+
+    fn usage(&self) -> Result<MachineUsage, EngineError> {
+        usage::read(&self.inner.processes.emulator, self.inner.directory.disk_bytes())
+            .map_err(|error| self.inner.gone(&format!("what it holds cannot be read: {error}")))
+    }
+
+    fn console_tail(&self) -> String {
+        self.inner.console.last_lines(SHOWN_LINES)
+    }
+}

@@ -1,0 +1,196 @@
+//! A machine's directory on the host, and the record in it.
+//!
+//! ```text
+//! machines/<id>/            the server's alone
+//!   machine.json            what adopt and sweep need; written before the emulator is started
+//!   control.sock, link.sock, console.sock   bound by the server, listened to by the emulator
+//!   disk/                   the emulator's; all it may write to
+//!     disk.qcow2
+//! ```
+//!
+//! The emulator cannot reach the record: what a sweep kills is never chosen by a guest.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::{
+            fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+            net::UnixListener,
+        },
+    },
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use stockade_model::MachineId;
+use tokio::net::UnixStream;
+
+use super::{cgroup::Cgroup, jail::NOBODY, process::ProcessId};
+
+/// The emulator's control channel.
+pub(crate) const CONTROL: &str = "control.sock";
+/// The guest link.
+pub(crate) const LINK: &str = "link.sock";
+/// The guest's console.
+pub(crate) const CONSOLE: &str = "console.sock";
+
+const RECORD: &str = "machine.json";
+
+/// What is known of a machine.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Record {
+    /// The machine.
+    pub(crate) machine: MachineId,
+    /// The host's boot it runs in.
+    pub(crate) boot_id: String,
+    /// The template it comes from.
+    pub(crate) template: PathBuf,
+    /// The unfinished template this machine is booted for; removed with it.
+    pub(crate) unfinished_template: Option<PathBuf>,
+    /// Its control group.
+    pub(crate) cgroup: Cgroup,
+    /// bubblewrap and the emulator; `None` while starting.
+    pub(crate) processes: Option<Processes>,
+    /// Under which number the emulator holds the shared memory.
+    pub(crate) memory_fd: i32,
+    /// Whether it was restored completely.
+    pub(crate) is_complete: bool,
+}
+
+/// The processes of a machine.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub(crate) struct Processes {
+    /// The one that made the jail and waits for the emulator.
+    pub(crate) bubblewrap: ProcessId,
+    /// The emulator.
+    pub(crate) emulator: ProcessId,
+}
+
+/// A machine's directory.
+#[derive(Clone, Debug)]
+pub(crate) struct MachineDir {
+    path: PathBuf,
+}
+
+impl MachineDir {
+    /// The directory a machine has or would have.
+    pub(crate) fn of(machines_dir: &Path, machine: &MachineId) -> Self {
+        Self { path: machines_dir.join(machine.as_str()) }
+    }
+
+    /// Makes it; it must not exist.
+    pub(crate) fn create(&self) -> io::Result<()> {
+        let mut builder = fs::DirBuilder::new();
+        builder.mode(0o700).create(&self.path)?;
+        builder.create(self.disk_dir())?;
+        give_to_nobody(&self.disk_dir())
+    }
+
+    /// The part of it that belongs to the emulator.
+    pub(crate) fn disk_dir(&self) -> PathBuf {
+        self.path.join("disk")
+    }
+
+    /// The machine's own disk layer.
+    pub(crate) fn disk(&self) -> PathBuf {
+        self.disk_dir().join("disk.qcow2")
+    }
+
+    /// Bytes its own disk layer takes.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        fs::symlink_metadata(self.disk()).map_or(0, |metadata| metadata.blocks() * 512)
+    }
+
+    /// Puts a copy of an empty layer in place.
+    pub(crate) fn add_disk(&self, empty: &Path) -> io::Result<()> {
+        fs::copy(empty, self.disk())?;
+        fs::set_permissions(self.disk(), fs::Permissions::from_mode(0o600))?;
+        give_to_nobody(&self.disk())
+    }
+
+    /// Binds a socket that the emulator will listen to. Only this user can connect.
+    pub(crate) fn bind(&self, name: &str) -> io::Result<UnixListener> {
+        self.with_short_path(name, |path| UnixListener::bind(path))
+    }
+
+    /// Connects to a socket of the emulator; no wait is involved.
+    pub(crate) fn connect(&self, name: &str) -> io::Result<UnixStream> {
+        let stream = self.with_short_path(name, |path| std::os::unix::net::UnixStream::connect(path))?;
+        stream.set_nonblocking(true)?;
+        UnixStream::from_std(stream)
+    }
+
+    /// Socket names hold 107 bytes, directory names more: go through a descriptor.
+    fn with_short_path<T>(&self, name: &str, act: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<T> {
+        let directory = File::open(&self.path)?;
+        act(Path::new(&format!("/proc/self/fd/{}/{name}", directory.as_raw_fd())))
+    }
+
+    /// Writes the record, whole or not at all.
+    pub(crate) fn write_record(&self, record: &Record) -> io::Result<()> {
+        // Not forced to the disk: after a power failure there is no machine it could be about.
+        let temporary = self.path.join("machine.json.new");
+        fs::write(&temporary, serde_json::to_vec(record)?)?;
+        fs::rename(temporary, self.path.join(RECORD))
+    }
+
+    /// Reads the record; `None`: there is none.
+    pub(crate) fn read_record(&self) -> io::Result<Option<Record>> {
+        match fs::read(self.path.join(RECORD)) {
+            Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes it with all that is in it. Repeatable.
+    pub(crate) fn remove(&self) -> io::Result<()> {
+        remove_tree(&self.path)
+    }
+}
+
+/// Removes a directory that may not be there.
+pub(crate) fn remove_tree(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Lets the emulator's user own a file, when that is another one than ours.
+pub(crate) fn give_to_nobody(path: &Path) -> io::Result<()> {
+    if nix::unistd::geteuid().is_root() {
+        std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY))?;
+    }
+    Ok(())
+}
+
+/// Takes a file back, read-only for everyone.
+pub(crate) fn take_back(path: &Path) -> io::Result<()> {
+    if nix::unistd::geteuid().is_root() {
+        std::os::unix::fs::chown(path, Some(0), Some(0))?;
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o444))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn sockets_work_below_directories_with_long_names() {
+        let base = tempfile::tempdir().expect("a directory");
+        let long = base.path().join("d".repeat(200));
+        fs::create_dir(&long).expect("created");
+        let directory = MachineDir::of(&long, &MachineId::random());
+        directory.create().expect("created");
+        let listener = directory.bind(LINK).expect("bound");
+        let _stream = directory.connect(LINK).expect("connected");
+        listener.accept().expect("accepted");
+        directory.remove().expect("removed");
+        directory.remove().expect("removing again is fine");
+        assert!(!directory.path.exists());
+    }
+}

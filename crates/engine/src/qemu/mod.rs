@@ -1,0 +1,163 @@
+//! Machines as microVMs under QEMU, each in a jail of its own.
+//!
+//! ```text
+//! template.rs  boots a disk once, keeps disk + memory + device state      (manifest.rs: the directory)
+//! restore.rs   makes a machine from it, adopts one that runs              (machine_dir.rs: its record)
+//! machine.rs   one machine in our hands; usage.rs what it holds; remains.rs ends and removes it
+//! launch.rs    one emulator: command_line.rs inside jail.rs (runtime_root.rs: all it sees) in cgroup.rs
+//! qmp.rs       its control channel; tail.rs its console; process.rs its process; memory.rs its memory
+//! probe.rs     whether KVM really works here
+//! ```
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
+
+mod agent;
+mod bare;
+mod cgroup;
+mod clock;
+mod command_line;
+mod config;
+mod jail;
+mod launch;
+mod machine;
+mod machine_dir;
+mod manifest;
+mod memory;
+mod probe;
+mod process;
+mod qmp;
+mod remains;
+mod restore;
+mod runtime_root;
+mod tail;
+mod template;
+mod usage;
+
+pub use config::{AcceleratorChoice, Limits, QemuConfig};
+pub use machine::QemuMachine;
+pub use probe::KvmVerdict;
+
+use crate::{Engine, EngineError, EngineInfo, Machine, Progress, TemplateBoot};
+
+/// The QEMU engine.
+pub struct QemuEngine {
+    host: Arc<Host>,
+    memories: restore::Memories,
+}
+
+/// What all machines of this engine share.
+#[derive(Debug)]
+pub(crate) struct Host {
+    pub(crate) machines_dir: PathBuf,
+    pub(crate) bubblewrap: PathBuf,
+    pub(crate) qemu_img: PathBuf,
+    /// The emulator on the host; machines run the copy in `root`.
+    pub(crate) emulator: PathBuf,
+    pub(crate) firmware: PathBuf,
+    pub(crate) kernel: PathBuf,
+    pub(crate) initramfs: PathBuf,
+    pub(crate) root: runtime_root::RuntimeRoot,
+    pub(crate) accelerator: Accelerator,
+    pub(crate) cgroups: cgroup::Cgroups,
+    /// What the names of our emulators and groups begin with; tells data directories apart.
+    pub(crate) prefix: String,
+    pub(crate) boot_id: String,
+    pub(crate) needs: manifest::Needs,
+    pub(crate) limits: Limits,
+}
+
+impl QemuEngine {
+    /// Looks at the host and gets ready. Warnings are logged for what works less well than it could.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] names what is missing and how to mend it.
+    pub async fn new(config: QemuConfig) -> Result<Self, EngineError> {
+        let host = config::prepare(config).await?;
+        if let Some(reason) = host.cgroups.missing() {
+            tracing::warn!(
+                reason,
+                "machines run without control groups: memory and processor time of one machine are limited per \
+                 process only; run the server as root or delegate a control group to it"
+            );
+        }
+        Ok(Self { host: Arc::new(host), memories: restore::Memories::default() })
+    }
+
+    /// Restores a machine as a bare emulator would: no jail, no control group, nothing of ours around it.
+    /// Returns the time from starting the process to the agent's first answer; the machine is ended then.
+    /// For the benchmark's other side.
+    ///
+    /// # Errors
+    /// As for [`Engine::start`].
+    pub async fn bare_restore(&self, template: &Path) -> Result<Duration, EngineError> {
+        bare::restore(&self.host, &self.memories, template).await
+    }
+
+    /// As [`Engine::start`], with the driver's own type.
+    ///
+    /// # Errors
+    /// As for [`Engine::start`].
+    pub async fn start_machine(&self, machine: &MachineId, template: &Path) -> Result<QemuMachine, EngineError> {
+        restore::start(&self.host, &self.memories, machine, template).await
+    }
+}
+
+#[async_trait]
+impl Engine for QemuEngine {
+    fn info(&self) -> EngineInfo {
+        let accelerator = self.host.accelerator;
+        EngineInfo {
+            name: "qemu",
+            accelerator,
+            isolation: match accelerator {
+                Accelerator::Kvm => IsolationClass::HardwareVm,
+                Accelerator::Tcg | Accelerator::None => IsolationClass::EmulatedVm,
+            },
+            version: self.host.needs.emulator.clone(),
+        }
+    }
+
+    async fn check_template(&self, directory: &Path) -> Result<(), EngineError> {
+        manifest::Manifest::check(directory, &self.host.needs)?.check_contents(directory)
+    }
+
+    async fn boot_template(&self, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError> {
+        template::boot(&self.host, boot, progress).await
+    }
+
+    async fn start(&self, machine: &MachineId, template: &Path) -> Result<Arc<dyn Machine>, EngineError> {
+        Ok(Arc::new(self.start_machine(machine, template).await?))
+    }
+
+    async fn adopt(&self, machine: &MachineId) -> Result<Option<Arc<dyn Machine>>, EngineError> {
+        let adopted = restore::adopt(&self.host, machine).await?;
+        Ok(adopted.map(|machine| Arc::new(machine) as Arc<dyn Machine>))
+    }
+
+    async fn sweep(&self, keep: &BTreeSet<MachineId>) -> Result<Vec<MachineId>, EngineError> {
+        let mut removed = Vec::new();
+        let mut first_error = None;
+        for (id, remains) in remains::find(&self.host, keep)? {
+            match remains.remove().await {
+                Ok(()) => removed.push(id),
+                Err(error) => {
+                    tracing::warn!(machine = %id, %error, "cannot remove what is left of a machine");
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        first_error.map_or(Ok(removed), Err)
+    }
+
+    fn check_capacity(&self, shape: &MachineShape) -> Result<(), EngineError> {
+        usage::check_capacity(shape, &self.host.limits, &self.host.machines_dir)
+    }
+}

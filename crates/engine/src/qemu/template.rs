@@ -1,0 +1,300 @@
+//! Boots a root disk once and keeps the running machine.
+//!
+//! Order: the files are gathered under another name, the machine is booted on them, its agent writes
+//! the guest's file systems out, the machine is halted, its device state is written, the emulator
+//! ends, the manifest is written, all of it goes to disk, the directory gets its name.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use serde_json::json;
+use stockade_model::MachineId;
+use tokio::{process::Command, sync::broadcast};
+
+use super::{
+    Host, agent, clock, command_line,
+    command_line::Origin,
+    config::joined,
+    jail::Mount,
+    launch::{Launch, Launched, SHOWN_LINES, with_complaints},
+    machine_dir::{LINK, MachineDir, Record, give_to_nobody, take_back},
+    manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, MEMORY, Manifest, ROOT},
+    memory,
+    qmp::{CLOSED, Qmp, QmpEvent},
+    remains::{Remains, Undo},
+};
+use crate::{EngineError, Progress, TemplateBoot};
+
+/// Boots and keeps a template.
+pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError> {
+    let machine = MachineId::random();
+    let unfinished = unfinished_name(&boot.directory, &machine)?;
+    let directory = MachineDir::of(&host.machines_dir, &machine);
+    let record = Record {
+        machine: machine.clone(),
+        boot_id: host.boot_id.clone(),
+        template: unfinished.clone(),
+        unfinished_template: Some(unfinished.clone()),
+        cgroup: host.cgroups.name(machine.as_str()),
+        processes: None,
+        memory_fd: -1,
+        is_complete: false,
+    };
+    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id));
+    let mut attempt = Boot { host, boot, unfinished: &unfinished, directory: &directory, record };
+    match attempt.run(progress, &mut undo).await {
+        Ok(()) => {
+            // The template has its name; what is left is the machine it was booted on.
+            undo.update(|remains| remains.unfinished_template = None);
+            undo.run().await;
+            Ok(())
+        }
+        Err(error) => {
+            undo.run().await;
+            Err(error)
+        }
+    }
+}
+
+fn unfinished_name(directory: &Path, machine: &MachineId) -> Result<PathBuf, EngineError> {
+    let refuse = |reason: io::Error| EngineError::host(format!("make {}", directory.display()))(reason);
+    if directory.exists() {
+        return Err(refuse(io::ErrorKind::AlreadyExists.into()));
+    }
+    let name = directory.file_name().ok_or_else(|| refuse(io::ErrorKind::InvalidInput.into()))?;
+    let parent = directory.parent().ok_or_else(|| refuse(io::ErrorKind::InvalidInput.into()))?;
+    let parent = fs::canonicalize(parent).map_err(EngineError::host(format!("find {}", parent.display())))?;
+    Ok(parent.join(format!("{}.unfinished-{machine}", name.to_string_lossy())))
+}
+
+struct Boot<'a> {
+    host: &'a Arc<Host>,
+    boot: &'a TemplateBoot,
+    unfinished: &'a Path,
+    directory: &'a MachineDir,
+    record: Record,
+}
+
+impl Boot<'_> {
+    async fn run(&mut self, progress: Progress<'_>, undo: &mut Undo) -> Result<(), EngineError> {
+        let write_record = |directory: &MachineDir, record: &Record| {
+            directory.write_record(record).map_err(EngineError::host("write the machine's record"))
+        };
+        self.directory.create().map_err(EngineError::host("make the machine's directory"))?;
+        write_record(self.directory, &self.record)?;
+
+        progress("copying the root disk");
+        let root_digest = self.gather_files().await?;
+        let create =
+            self.host.cgroups.create(self.record.machine.as_str(), &self.host.limits.of_group(&self.boot.shape));
+        self.record.cgroup = create.map_err(EngineError::host("make the machine's control group"))?;
+
+        progress("booting");
+        let begin = Instant::now();
+        let launched = self.launch(undo).await?;
+        let booted = self.wait_until_booted(&launched).await;
+        booted.map_err(|error| with_console(with_complaints(error, &launched.complaints), &launched))?;
+        progress(&format!("booted in {:.1} s", begin.elapsed().as_secs_f64()));
+
+        progress("keeping memory and devices");
+        self.keep_state(launched).await?;
+        for name in [DISK, MACHINE_LAYER, MEMORY, DEVICE_STATE] {
+            take_back(&self.unfinished.join(name)).map_err(EngineError::host(format!("take {name} back")))?;
+        }
+
+        progress("writing checksums");
+        let (directory, needs, shape) = (self.unfinished.to_owned(), self.host.needs.clone(), self.boot.shape);
+        let write = tokio::task::spawn_blocking(move || Manifest::write(&directory, needs, shape, root_digest));
+        joined(write.await).map_err(EngineError::host("write the template's manifest"))?;
+        fs::rename(self.unfinished, &self.boot.directory)
+            .map_err(EngineError::host(format!("make {}", self.boot.directory.display())))?;
+        if let Some(parent) = self.boot.directory.parent() {
+            memory::sync_directory(parent).map_err(EngineError::host(format!("write {}", parent.display())))?;
+        }
+        Ok(())
+    }
+
+    /// The disk and its layers, and files for memory and devices. Returns the disk's checksum.
+    async fn gather_files(&self) -> Result<String, EngineError> {
+        let path = |name: &str| self.unfinished.join(name);
+        fs::DirBuilder::new()
+            .mode(0o755)
+            .create(self.unfinished)
+            .map_err(EngineError::host(format!("make {}", self.unfinished.display())))?;
+        let (from, to) = (self.boot.root_disk.clone(), path(ROOT));
+        let copy = tokio::task::spawn_blocking(move || memory::copy_sparse(&from, &to));
+        let digest = joined(copy.await)
+            .map_err(EngineError::host(format!("copy the root disk {}", self.boot.root_disk.display())))?;
+        take_back(&path(ROOT)).map_err(EngineError::host("set the root disk's rights"))?;
+
+        let layer = format!("{}/{ROOT}", command_line::TEMPLATE_DIR);
+        self.create_layer(&path(DISK), &layer, "raw").await?;
+        let layer = format!("{}/{DISK}", command_line::TEMPLATE_DIR);
+        self.create_layer(&path(MACHINE_LAYER), &layer, "qcow2").await?;
+        let prepare = || {
+            File::create_new(path(MEMORY))?.set_len(self.boot.shape.memory_mib << 20)?;
+            File::create_new(path(DEVICE_STATE))?;
+            // The emulator opens these two by name, as nobody.
+            give_to_nobody(&path(MEMORY))?;
+            give_to_nobody(&path(DISK))
+        };
+        prepare().map_err(EngineError::host("make the template's files"))?;
+        Ok(digest)
+    }
+
+    async fn create_layer(&self, layer: &Path, below: &str, format: &str) -> Result<(), EngineError> {
+        // `-u`: the layer below has its name in the jail only.
+        let output = Command::new(&self.host.qemu_img)
+            .args(["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", format])
+            .arg(layer)
+            .arg(format!("{}M", self.boot.shape.disk_mib))
+            .output()
+            .await
+            .map_err(EngineError::host(format!("run {}", self.host.qemu_img.display())))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let detail = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        Err(EngineError::Emulator { step: "make a disk layer", detail })
+    }
+
+    fn open(&self, name: &str) -> Result<File, EngineError> {
+        let path = self.unfinished.join(name);
+        let file = OpenOptions::new().read(true).write(true).open(&path);
+        file.map_err(EngineError::host(format!("open {}", path.display())))
+    }
+
+    async fn launch(&mut self, undo: &mut Undo) -> Result<Launched, EngineError> {
+        let host = self.host;
+        let memory = self.open(MEMORY)?;
+        let disk = format!("{}/{DISK}", command_line::TEMPLATE_DIR);
+        let kernel_command_line = command_line::kernel_command_line(host.accelerator, clock::tsc_khz());
+        let mount =
+            |source: PathBuf, target: &str, is_writable| Mount { source, target: target.to_owned(), is_writable };
+        let cgroup = self.record.cgroup.clone();
+        let launch = Launch {
+            name: &format!("{}{}", host.prefix, self.record.machine),
+            directory: self.directory,
+            shape: self.boot.shape,
+            accelerator: host.accelerator,
+            origin: Origin::Boot { kernel_command_line: &kernel_command_line },
+            disk: &disk,
+            mounts: vec![
+                mount(self.unfinished.to_owned(), command_line::TEMPLATE_DIR, false),
+                mount(self.unfinished.join(DISK), &disk, true),
+                mount(host.kernel.clone(), command_line::KERNEL, false),
+                mount(host.initramfs.clone(), command_line::INITRAMFS, false),
+            ],
+            memory: &memory,
+            device_state: None,
+            cgroup: &cgroup,
+            patience: host.limits.restore_patience,
+        };
+        let (directory, record) = (self.directory, &mut self.record);
+        launch
+            .run(host, |processes| {
+                undo.update(|remains| remains.processes = vec![processes.emulator, processes.bubblewrap]);
+                record.processes = Some(processes);
+                directory.write_record(record).map_err(EngineError::host("write the machine's record"))
+            })
+            .await
+    }
+
+    /// Waits for the agent, or for the guest's end, and lets the agent write the guest's disks out.
+    async fn wait_until_booted(&self, launched: &Launched) -> Result<(), EngineError> {
+        let patience = self.host.limits.boot_patience;
+        let mut events = launched.qmp.events();
+        let link = async {
+            let mut stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
+            agent::settle(&mut stream, patience).await
+        };
+        tokio::select! {
+            result = link => result,
+            detail = ended(&mut events) => Err(EngineError::Emulator { step: "boot", detail }),
+        }
+    }
+
+    async fn keep_state(&self, mut launched: Launched) -> Result<(), EngineError> {
+        let patience = self.host.limits.command_patience;
+        let qmp = &launched.qmp;
+        qmp.run("stop", json!({}), patience).await?;
+        set_capabilities(qmp, patience).await?;
+        // Outgoing, this QEMU takes descriptors it was handed by name only.
+        qmp.give(&self.open(DEVICE_STATE)?, "state", patience).await?;
+        migrate(qmp, "migrate", json!({ "uri": "fd:state" }), self.host.limits.restore_patience).await?;
+        qmp.run("quit", json!({}), patience).await?;
+        match tokio::time::timeout(patience, launched.child.wait()).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(EngineError::host("wait for the emulator's end")(error)),
+            Err(_) => Err(EngineError::Emulator { step: "quit", detail: format!("it runs on after {patience:?}") }),
+        }
+    }
+}
+
+fn with_console(error: EngineError, launched: &Launched) -> EngineError {
+    let console = launched.console.last_lines(SHOWN_LINES);
+    match error {
+        EngineError::GuestSilent { waited, .. } => EngineError::GuestSilent { waited, console },
+        EngineError::Emulator { step, detail } if !console.is_empty() => {
+            EngineError::Emulator { step, detail: format!("{detail}; last console lines: {console}") }
+        }
+        error => error,
+    }
+}
+
+/// Waits until a machine ends that should not; says how it did.
+pub(crate) async fn ended(events: &mut broadcast::Receiver<QmpEvent>) -> String {
+    loop {
+        match events.recv().await {
+            Ok(event) if event.name == "SHUTDOWN" && event.data["guest"] == true => {
+                return format!("the guest ended itself ({})", event.data["reason"].as_str().unwrap_or("no reason"));
+            }
+            Ok(event) if event.name == CLOSED => return "the emulator ended".to_owned(),
+            Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+            Err(broadcast::error::RecvError::Closed) => return "the emulator ended".to_owned(),
+        }
+    }
+}
+
+/// Memory stays where it is; progress is reported.
+pub(crate) async fn set_capabilities(qmp: &Qmp, patience: Duration) -> Result<(), EngineError> {
+    let on = |name: &str| json!({ "capability": name, "state": true });
+    let capabilities = json!({ "capabilities": [on("x-ignore-shared"), on("events")] });
+    qmp.run("migrate-set-capabilities", capabilities, patience).await.map(drop)
+}
+
+/// Writes or loads device state and waits until that is done.
+pub(crate) async fn migrate(
+    qmp: &Qmp,
+    command: &'static str,
+    arguments: serde_json::Value,
+    patience: Duration,
+) -> Result<(), EngineError> {
+    let mut events = qmp.events();
+    let work = async {
+        qmp.run(command, arguments, patience).await?;
+        loop {
+            let failed = |detail: &str| Err(EngineError::Emulator { step: command, detail: detail.to_owned() });
+            match events.recv().await {
+                Ok(event) if event.name == "MIGRATION" => match event.data["status"].as_str() {
+                    Some("completed") => return Ok(()),
+                    Some(status @ ("failed" | "cancelled")) => return failed(status),
+                    _ => {}
+                },
+                Ok(event) if event.name == CLOSED => return failed("the emulator ended"),
+                Ok(_) => {}
+                Err(_) => return failed("too many events"),
+            }
+        }
+    };
+    match tokio::time::timeout(patience, work).await {
+        Ok(result) => result,
+        Err(_) => Err(EngineError::Emulator { step: command, detail: format!("not done within {patience:?}") }),
+    }
+}

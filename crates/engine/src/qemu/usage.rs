@@ -1,0 +1,109 @@
+//! What a machine holds, and what the host has left.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use stockade_model::MachineShape;
+
+use super::{Limits, process::ProcessId};
+use crate::{EngineError, MachineUsage};
+
+/// Reads what one emulator holds now.
+pub(crate) fn read(emulator: &ProcessId, disk_bytes: u64) -> io::Result<MachineUsage> {
+    if !emulator.is_alive() {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "the emulator has ended"));
+    }
+    let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", emulator.pid))?;
+    let bytes = |key: &str| field_kib(&rollup, key).unwrap_or(0) << 10;
+    Ok(MachineUsage {
+        private_bytes: bytes("Private_Clean:") + bytes("Private_Dirty:"),
+        proportional_bytes: bytes("Pss:"),
+        cpu_micros: emulator.cpu_micros()?,
+        disk_bytes,
+    })
+}
+
+/// Whether one more machine fits: memory it will need soon, with a reserve for the host, and disk.
+///
+/// Memory is shared with the template until it is written to, so a machine is not counted whole: its
+/// overhead and a quarter of its memory must be free. A guest that takes more than the host has is
+/// ended by its own control group or the kernel, never a neighbour by its doing alone.
+pub(crate) fn check_capacity(shape: &MachineShape, limits: &Limits, machines_dir: &Path) -> Result<(), EngineError> {
+    let needed = (limits.overhead_mib + shape.memory_mib / 4 + limits.reserve_mib) << 20;
+    let available = available_memory().map_err(EngineError::host("read how much memory is left"))?;
+    if available < needed {
+        return Err(no_capacity("memory", needed, available));
+    }
+    let disk = nix::sys::statvfs::statvfs(machines_dir)
+        .map_err(|error| EngineError::host(format!("look at the disk of {}", machines_dir.display()))(error.into()))?;
+    let available = disk.blocks_available() * disk.fragment_size();
+    let needed = limits.disk_reserve_mib << 20;
+    if available < needed {
+        return Err(no_capacity("disk", needed, available));
+    }
+    Ok(())
+}
+
+fn no_capacity(resource: &'static str, needed: u64, available: u64) -> EngineError {
+    let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+    EngineError::NoCapacity { resource, needed: mib(needed), available: mib(available) }
+}
+
+/// What the host and the control groups above us leave.
+fn available_memory() -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let host = field_kib(&text, "MemAvailable:").ok_or(io::ErrorKind::InvalidData)? << 10;
+    Ok(own_group_memory().map_or(host, |group| group.min(host)))
+}
+
+/// Memory left below the limit of the control group this process is in; `None`: no limit.
+fn own_group_memory() -> Option<u64> {
+    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let find = |controller: &str| {
+        groups.lines().find_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            (parts.next()? == controller).then(|| parts.next())?
+        })
+    };
+    let read = |directory: &Path, name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
+    let (directory, limit, usage) = match find("memory") {
+        Some(path) => {
+            let directory = PathBuf::from(format!("/sys/fs/cgroup/memory{path}"));
+            (directory, "memory.limit_in_bytes", "memory.usage_in_bytes")
+        }
+        None => (PathBuf::from(format!("/sys/fs/cgroup{}", find("")?)), "memory.max", "memory.current"),
+    };
+    let limit = read(&directory, limit)?;
+    let used = read(&directory, usage)?;
+    // Page cache counts as used but gives way; it is seen in the host's own number.
+    let cache = fs::read_to_string(directory.join("memory.stat")).ok().and_then(|text| {
+        let of = |key: &str| text.lines().find_map(|line| line.strip_prefix(key)?.trim().parse::<u64>().ok());
+        of("total_inactive_file ").or_else(|| of("inactive_file "))
+    });
+    Some(limit.saturating_sub(used.saturating_sub(cache.unwrap_or(0))))
+}
+
+fn field_kib(text: &str, key: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(key))?.split_ascii_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_read_by_their_whole_name() {
+        let text = "SwapPss: 7 kB\nPss:   1234 kB\nPss_Anon: 5 kB\n";
+        assert_eq!(field_kib(text, "Pss:"), Some(1234));
+        assert_eq!(field_kib(text, "Private_Dirty:"), None);
+    }
+
+    #[test]
+    fn a_machine_larger_than_the_host_is_refused_with_numbers() {
+        let shape = MachineShape { vcpus: 1, memory_mib: 1 << 30, disk_mib: 1024 };
+        let error = check_capacity(&shape, &Limits::default(), Path::new("/")).expect_err("too large");
+        assert!(error.to_string().starts_with("not enough memory on this host: 268"), "{error}");
+    }
+}

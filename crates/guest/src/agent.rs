@@ -1,0 +1,143 @@
+//! What the agent knows: where it runs, who it serves by default, which processes it keeps.
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError, RwLock},
+};
+
+use stockade_wire::{PROTOCOL, machine::AgentInfo};
+
+use crate::{
+    account::{self, Account},
+    failure::Result,
+    process::{Cgroups, Processes},
+    stats::CpuSample,
+};
+
+/// The agent's state. Clones share it.
+#[derive(Clone)]
+pub struct Agent {
+    shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    pub(crate) place: Place,
+    pub(crate) settings: RwLock<Settings>,
+    pub(crate) processes: Processes,
+    pub(crate) cpu_sample: Mutex<Option<CpuSample>>,
+}
+
+/// Where the agent runs.
+pub(crate) enum Place {
+    /// In a machine of its own, as root.
+    Machine(Option<Cgroups>),
+    /// As an ordinary program on somebody's host; all users are this account.
+    Hosted(Account),
+}
+
+/// What the identity sets.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) env: BTreeMap<String, String>,
+    pub(crate) default_user: String,
+    pub(crate) default_cwd: Option<String>,
+}
+
+impl Agent {
+    /// An agent that is root in a machine and may change all of it.
+    pub fn machine() -> Self {
+        Self::new(Place::Machine(Cgroups::open()), "root".to_owned())
+    }
+
+    /// An agent that runs as an ordinary program: the default user, whatever its name, is the user
+    /// the program runs as, with `home_dir` as home; clock, host name, random pool and cgroups are
+    /// left alone.
+    pub fn hosted(home_dir: impl Into<PathBuf>) -> Self {
+        // SAFETY: these calls have no preconditions and cannot fail.
+        let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
+        let name = account::name_of(uid).unwrap_or_else(|| uid.to_string());
+        let account = Account {
+            name: name.clone(),
+            uid,
+            gid,
+            groups: vec![gid],
+            home: home_dir.into().to_string_lossy().into_owned(),
+            shell: "/bin/sh".to_owned(),
+            is_foreign: false,
+        };
+        Self::new(Place::Hosted(account), name)
+    }
+
+    fn new(place: Place, default_user: String) -> Self {
+        let settings = Settings { env: BTreeMap::new(), default_user, default_cwd: None };
+        let shared = Shared {
+            place,
+            settings: RwLock::new(settings),
+            processes: Processes::default(),
+            cpu_sample: Mutex::new(None),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    pub(crate) fn info(&self) -> AgentInfo {
+        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        AgentInfo {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            boot_id: boot_id.trim().to_owned(),
+            uptime_ms: uptime_ms(),
+        }
+    }
+
+    pub(crate) fn settings(&self) -> Settings {
+        self.shared.settings.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The account a request names, or the default one.
+    pub(crate) fn account(&self, name: Option<&str>) -> Result<Account> {
+        let settings = self.shared.settings.read().unwrap_or_else(PoisonError::into_inner);
+        let name = name.filter(|name| !name.is_empty()).unwrap_or(&settings.default_user);
+        match &self.shared.place {
+            Place::Machine(_) => {
+                let mut account = account::find(name)?;
+                account.is_foreign = account.uid != 0;
+                Ok(account)
+            }
+            Place::Hosted(own) => {
+                if name != own.name && name != settings.default_user {
+                    account::find(name)?;
+                }
+                Ok(Account { name: name.to_owned(), ..own.clone() })
+            }
+        }
+    }
+
+    pub(crate) fn is_machine(&self) -> bool {
+        matches!(self.shared.place, Place::Machine(_))
+    }
+
+    pub(crate) fn cgroups(&self) -> Option<&Cgroups> {
+        match &self.shared.place {
+            Place::Machine(cgroups) => cgroups.as_ref(),
+            Place::Hosted(_) => None,
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+}
+
+fn uptime_ms() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a valid place for the answer.
+    unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut now) };
+    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+}
+
+/// Milliseconds since the epoch.
+pub(crate) fn unix_ms() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_millis() as u64)
+}

@@ -1,0 +1,132 @@
+//! Makes a restored machine one of its own.
+//!
+//! This is on the path of every create, under emulation too: no process is started, files are a few
+//! system calls each, and everything may be done again.
+
+use std::{fs, io, os::unix::fs::PermissionsExt, path::Path, sync::PoisonError};
+
+use base64::Engine as _;
+use stockade_wire::{ErrorBody, ErrorCode, machine::Identity};
+
+use crate::{
+    Agent,
+    failure::{Result, check, failed, invalid},
+};
+
+/// Takes an identity. Where the agent is only hosted, this sets environment and defaults alone.
+pub(crate) fn take(agent: &Agent, identity: Identity) -> Result<()> {
+    validate(&identity)?;
+    if agent.is_machine() {
+        set_clock(identity.unix_time_ns)?;
+        let entropy = base64::engine::general_purpose::STANDARD
+            .decode(&identity.entropy)
+            .map_err(|_| invalid("entropy is not base64"))?;
+        add_entropy(&entropy)?;
+        set_names(&identity, &entropy)?;
+        for (path, text) in &identity.files {
+            write(Path::new(path), text)?;
+        }
+        crate::account::find(&identity.default_user)?;
+    }
+    let mut settings = agent.shared().settings.write().unwrap_or_else(PoisonError::into_inner);
+    settings.env = identity.env;
+    settings.default_user = identity.default_user;
+    settings.default_cwd = identity.default_cwd;
+    Ok(())
+}
+
+fn validate(identity: &Identity) -> Result<()> {
+    let name = &identity.hostname;
+    let is_name_byte = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
+    if name.is_empty() || name.len() > 64 || !name.bytes().all(is_name_byte) {
+        return Err(invalid(format!("'{name}' is not a host name")));
+    }
+    if let Some(path) = identity.files.keys().find(|path| !path.starts_with('/') || path.contains('\0')) {
+        return Err(invalid(format!("'{path}' is not an absolute path")));
+    }
+    crate::process::check_env(&identity.env)
+}
+
+fn set_clock(unix_time_ns: u64) -> Result<()> {
+    let time = libc::timespec {
+        tv_sec: (unix_time_ns / 1_000_000_000) as i64,
+        tv_nsec: (unix_time_ns % 1_000_000_000) as i64,
+    };
+    // SAFETY: `time` lives over the call.
+    let result = unsafe { libc::clock_settime(libc::CLOCK_REALTIME, &raw const time) };
+    check(result.into()).map(drop).map_err(failed("set the clock"))
+}
+
+const MAX_ENTROPY: usize = 512;
+const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
+const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
+
+/// Credits the bytes and has the generator take a new key from them at once: siblings restored from
+/// the same memory would otherwise all draw the same numbers for a while.
+fn add_entropy(entropy: &[u8]) -> Result<()> {
+    if entropy.len() < 32 || entropy.len() > MAX_ENTROPY {
+        return Err(invalid(format!("entropy must be 32 to {MAX_ENTROPY} bytes")));
+    }
+    #[repr(C)]
+    struct PoolInfo {
+        bits: i32,
+        bytes: i32,
+        pool: [u8; MAX_ENTROPY],
+    }
+    let mut info = PoolInfo { bits: entropy.len() as i32 * 8, bytes: entropy.len() as i32, pool: [0; MAX_ENTROPY] };
+    info.pool[..entropy.len()].copy_from_slice(entropy);
+    let random = fs::OpenOptions::new().write(true).open("/dev/urandom").map_err(failed("open /dev/urandom"))?;
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&random);
+    // SAFETY: `info` is laid out as struct rand_pool_info and lives over the call.
+    let added = unsafe { libc::ioctl(fd, RNDADDENTROPY, &raw const info) };
+    check(added.into()).map_err(failed("add to the random pool"))?;
+    // SAFETY: this request takes no argument.
+    let reseeded = unsafe { libc::ioctl(fd, RNDRESEEDCRNG) };
+    check(reseeded.into()).map(drop).map_err(failed("re-key the random generator"))
+}
+
+fn set_names(identity: &Identity, entropy: &[u8]) -> Result<()> {
+    let name = &identity.hostname;
+    // SAFETY: pointer and length are those of a live string.
+    let result = unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) };
+    check(result.into()).map_err(failed("set the host name"))?;
+    write(Path::new("/etc/hostname"), &format!("{name}\n"))?;
+    let hosts = format!(
+        "127.0.0.1\tlocalhost\n127.0.1.1\t{name}\n::1\tlocalhost ip6-localhost ip6-loopback\n\
+         ff02::1\tip6-allnodes\nff02::2\tip6-allrouters\n"
+    );
+    write(Path::new("/etc/hosts"), &hosts)?;
+    write(Path::new("/etc/machine-id"), &format!("{}\n", machine_id(entropy)))
+}
+
+/// A fresh id that tells nothing of the bytes it came from: the kernel's generator has just been re-keyed.
+fn machine_id(entropy: &[u8]) -> String {
+    let mut id = [0u8; 16];
+    // SAFETY: pointer and length are those of a live array.
+    let got = unsafe { libc::getrandom(id.as_mut_ptr().cast(), id.len(), 0) };
+    if got != 16 {
+        id.copy_from_slice(&entropy[entropy.len() - 16..]);
+    }
+    // What systemd asks of it: a version 4 UUID.
+    id[6] = (id[6] & 0x0f) | 0x40;
+    id[8] = (id[8] & 0x3f) | 0x80;
+    id.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Writes a small file in place (an open descriptor sees it), as root, mode 0644, parents made.
+fn write(path: &Path, text: &str) -> Result<()> {
+    let attempt = || -> io::Result<()> {
+        match fs::write(path, text) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
+                fs::write(path, text)?;
+            }
+            other => other?,
+        }
+        fs::set_permissions(path, fs::Permissions::from_mode(0o644))
+    };
+    attempt().map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOSPC) => ErrorBody::new(ErrorCode::NoSpace, format!("no space to write {}", path.display())),
+        _ => failed(format_args!("write {}", path.display()))(error),
+    })
+}

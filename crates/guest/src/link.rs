@@ -1,0 +1,263 @@
+//! One link, many sessions: finds hellos, answers them, serves HTTP/2 until the session ends.
+//!
+//! ```text
+//!          hello seen: echo it            end of input
+//! Scanning ------------------> Session --------------> done (the port hung up)
+//!    ^                            |
+//!    +--- h2 error, other hello --+
+//! ```
+//!
+//! A machine restored from a snapshot may be connected to a new host without having seen the old one
+//! hang up. The old session then reads the new host's hellos: usually as a protocol error, but where it
+//! was in the middle of a frame they would pass for the frame's payload for a long time. So a read
+//! that consists of nothing but hellos of another epoch ends the session too. (A host sends hellos only
+//! outside of a session, and never shorter or joined to other bytes before them.)
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::{Buf, BytesMut};
+use hyper::{server::conn::http2, service::service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use stockade_wire::hello::{HELLO_BYTES, Hello, MAGIC, Scanner};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+
+use crate::{Agent, routes};
+
+/// What one stream may have under way towards us: ten round trips of the link at its full speed.
+const STREAM_WINDOW: u32 = 256 << 10;
+/// The whole connection's share is no limit of its own: streams whose reader is stuck (a process that does
+/// not read its input) must never use up what the others need.
+const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+const MAX_STREAMS: u32 = 512;
+const MAX_FRAME: u32 = 64 << 10;
+/// A path and attributes, percent-encoded, fit; more is refused.
+const MAX_HEADERS: u32 = 64 << 10;
+/// The virtio console driver takes 32 KiB at once; each write wakes the host.
+const WRITE_PIECE: usize = 32 << 10;
+const WRITE_BUFFER: usize = 2 * WRITE_PIECE;
+const READ_PIECE: usize = 16 << 10;
+
+/// Serves sessions on `stream` until it ends. Processes outlive sessions.
+///
+/// # Errors
+/// What reading from or writing to the stream says.
+pub async fn serve<S>(stream: S, agent: Agent) -> io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin,
+{
+    agent.start_reaper()?;
+    let mut link = Link::new(stream);
+    while let Some(hello) = link.next_hello().await? {
+        link.begin(hello).await?;
+        let serve_one = agent.clone();
+        let service = service_fn(move |request| routes::answer(serve_one.clone(), request));
+        let session = http2::Builder::new(TokioExecutor::new())
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_concurrent_streams(MAX_STREAMS)
+            .max_frame_size(MAX_FRAME)
+            .max_header_list_size(MAX_HEADERS)
+            .max_send_buf_size(WRITE_BUFFER)
+            .auto_date_header(false)
+            .serve_connection(TokioIo::new(&mut link), service)
+            .await;
+        if let Err(error) = session {
+            tracing::debug!(%error, "session ended");
+        }
+        if link.has_ended {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The stream with what was read ahead and what is still to be written.
+struct Link<S> {
+    stream: S,
+    /// Read from the stream, not yet handed on.
+    ahead: BytesMut,
+    out: BytesMut,
+    epoch: Option<[u8; 16]>,
+    /// No byte of this session's HTTP/2 has been read.
+    at_start: bool,
+    /// Ends the session at hand; the next one begins with it.
+    next: Option<Hello>,
+    has_ended: bool,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
+    fn new(stream: S) -> Self {
+        Self {
+            stream,
+            ahead: BytesMut::new(),
+            out: BytesMut::with_capacity(WRITE_BUFFER),
+            epoch: None,
+            at_start: false,
+            next: None,
+            has_ended: false,
+        }
+    }
+
+    /// Reads until there is a hello of another epoch than the last; `None` at the end of the stream.
+    async fn next_hello(&mut self) -> io::Result<Option<Hello>> {
+        self.at_start = false;
+        if let Some(hello) = self.next.take() {
+            return Ok(Some(hello));
+        }
+        let mut scanner = Scanner::default();
+        loop {
+            while self.ahead.has_remaining() {
+                match scanner.push(self.ahead.get_u8()) {
+                    Some(hello) if Some(hello.epoch) != self.epoch => return Ok(Some(hello)),
+                    _ => {}
+                }
+            }
+            self.ahead.reserve(READ_PIECE);
+            if self.stream.read_buf(&mut self.ahead).await? == 0 {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Answers a hello. What the old session still had to say is forgotten.
+    async fn begin(&mut self, hello: Hello) -> io::Result<()> {
+        self.out.clear();
+        self.epoch = Some(hello.epoch);
+        self.at_start = true;
+        self.stream.write_all(&Hello::new(hello.epoch).encode()).await?;
+        self.stream.flush().await
+    }
+
+    /// Skips repeated hellos in front of the session's first byte. `false`: more input is needed.
+    fn skip_hellos(&mut self) -> io::Result<bool> {
+        while let Some(first) = self.ahead.first() {
+            if *first != MAGIC[0] {
+                self.at_start = false;
+                return Ok(true);
+            }
+            if self.ahead.len() < HELLO_BYTES {
+                return Ok(false);
+            }
+            match Hello::decode(&self.ahead[..HELLO_BYTES]) {
+                Some(hello) if Some(hello.epoch) == self.epoch => self.ahead.advance(HELLO_BYTES),
+                Some(hello) => {
+                    self.ahead.advance(HELLO_BYTES);
+                    return Err(self.interrupt(hello));
+                }
+                None => return Err(io::Error::new(io::ErrorKind::InvalidData, "neither a hello nor HTTP/2")),
+            }
+        }
+        Ok(false)
+    }
+
+    fn interrupt(&mut self, hello: Hello) -> io::Error {
+        self.next = Some(hello);
+        io::Error::new(io::ErrorKind::ConnectionReset, "another session begins")
+    }
+
+    fn poll_write_out(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.out.has_remaining() {
+            let piece = self.out.len().min(WRITE_PIECE);
+            let written = ready!(Pin::new(&mut self.stream).poll_write(context, &self.out[..piece]))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.out.advance(written);
+        }
+        self.out.reserve(WRITE_BUFFER);
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// The last hello in bytes that are hellos and nothing else.
+fn only_hellos(bytes: &[u8]) -> Option<Hello> {
+    if bytes.is_empty() || !bytes.len().is_multiple_of(HELLO_BYTES) || !bytes.starts_with(&MAGIC) {
+        return None;
+    }
+    bytes.chunks(HELLO_BYTES).map(Hello::decode).collect::<Option<Vec<_>>>()?.pop()
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Link<S> {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let link = self.get_mut();
+        if link.next.is_some() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+        }
+        while link.at_start {
+            if link.skip_hellos()? {
+                break;
+            }
+            link.ahead.reserve(READ_PIECE);
+            let more = {
+                let read = std::pin::pin!(link.stream.read_buf(&mut link.ahead));
+                ready!(read.poll(context))?
+            };
+            if more == 0 {
+                link.has_ended = true;
+                return Poll::Ready(Ok(()));
+            }
+        }
+        if link.ahead.has_remaining() {
+            let piece = link.ahead.len().min(buffer.remaining());
+            buffer.put_slice(&link.ahead[..piece]);
+            link.ahead.advance(piece);
+            return Poll::Ready(Ok(()));
+        }
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut link.stream).poll_read(context, buffer))?;
+        let read = &buffer.filled()[before..];
+        if read.is_empty() {
+            link.has_ended = true;
+        } else if let Some(hello) = only_hellos(read)
+            && Some(hello.epoch) != link.epoch
+        {
+            buffer.set_filled(before);
+            return Poll::Ready(Err(link.interrupt(hello)));
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Link<S> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(context, &[io::IoSlice::new(bytes)])
+    }
+
+    /// Gathers small frames, so that the host is woken once for many.
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let link = self.get_mut();
+        if link.out.len() >= WRITE_BUFFER {
+            ready!(link.poll_write_out(context))?;
+        }
+        let mut taken = 0;
+        for slice in slices {
+            let piece = slice.len().min(WRITE_BUFFER - link.out.len());
+            link.out.extend_from_slice(&slice[..piece]);
+            taken += piece;
+        }
+        Poll::Ready(Ok(taken))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let link = self.get_mut();
+        ready!(link.poll_write_out(context))?;
+        Pin::new(&mut link.stream).poll_flush(context)
+    }
+
+    /// A session ends; the stream goes on.
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.poll_flush(context)
+    }
+}

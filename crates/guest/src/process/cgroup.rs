@@ -1,0 +1,83 @@
+//! Control groups: the agent's own with a reserve, and one for each process below `user`.
+//!
+//! ```text
+//! /sys/fs/cgroup/agent          memory.min, high cpu.weight
+//! /sys/fs/cgroup/user           memory.max = total - reserve, pids.max
+//! /sys/fs/cgroup/user/p<n>      one process and all its descendants, whatever sessions they make
+//! ```
+
+use std::{
+    fs, io,
+    os::fd::{AsRawFd, OwnedFd, RawFd},
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use nix::{
+    fcntl::{OFlag, open},
+    sys::stat::Mode,
+};
+
+pub(crate) const AGENT_GROUP: &str = "/sys/fs/cgroup/agent";
+pub(crate) const USER_GROUP: &str = "/sys/fs/cgroup/user";
+
+/// Makes groups for processes.
+pub(crate) struct Cgroups {
+    next: AtomicU64,
+    /// Groups whose process has ended but that still held descendants when it did.
+    left: Mutex<Vec<PathBuf>>,
+}
+
+/// The group of one process.
+pub(crate) struct Cgroup {
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl Cgroups {
+    /// `None` where init has made no group for users.
+    pub(crate) fn open() -> Option<Self> {
+        Path::new(USER_GROUP).is_dir().then(|| Self { next: AtomicU64::new(1), left: Mutex::default() })
+    }
+
+    /// Makes a group for a process to be born into.
+    pub(super) fn make(&self) -> io::Result<Cgroup> {
+        let path = Path::new(USER_GROUP).join(format!("p{}", self.next.fetch_add(1, Ordering::Relaxed)));
+        fs::create_dir(&path)?;
+        let directory = open(&path, OFlag::O_DIRECTORY | OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
+        Ok(Cgroup { path, directory })
+    }
+
+    /// Removes a group once it is empty: now, or when a later process ends.
+    pub(super) fn discard(&self, group: &Cgroup) {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        left.push(group.path.clone());
+        left.retain(|path| matches!(fs::remove_dir(path), Err(error) if error.raw_os_error() == Some(libc::EBUSY)));
+    }
+}
+
+impl Cgroup {
+    /// For `CLONE_INTO_CGROUP`.
+    pub(super) fn directory_fd(&self) -> RawFd {
+        self.directory.as_raw_fd()
+    }
+
+    /// Where a process writes itself to move in.
+    pub(super) fn procs_path(&self) -> PathBuf {
+        self.path.join("cgroup.procs")
+    }
+
+    /// Kills everything in the group with SIGKILL.
+    pub(super) fn kill(&self) -> io::Result<()> {
+        fs::write(self.path.join("cgroup.kill"), "1")
+    }
+
+    /// Whether the kernel killed something in the group for lack of memory.
+    pub(super) fn was_out_of_memory(&self) -> bool {
+        let events = fs::read_to_string(self.path.join("memory.events")).unwrap_or_default();
+        events.lines().any(|line| line.strip_prefix("oom_kill ").is_some_and(|count| count.trim() != "0"))
+    }
+}
