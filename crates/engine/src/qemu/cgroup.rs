@@ -8,8 +8,8 @@
 //! Without the right to make groups a machine runs without: limits per process remain, the warning says so.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io,
+    fs::{self, OpenOptions},
+    io::{self, Write},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -116,10 +116,17 @@ impl Cgroups {
 }
 
 impl Cgroup {
-    /// The files through which a process joins, for it to write `0` to before it becomes the emulator.
-    pub(crate) fn open_for_joining(&self) -> io::Result<Vec<File>> {
-        let open = |directory: &PathBuf| OpenOptions::new().write(true).open(directory.join("cgroup.procs"));
-        self.directories.iter().map(open).collect()
+    /// Moves processes into the group. Takes some milliseconds on a kernel that has to wait for readers.
+    pub(crate) fn join(&self, pids: &[i32]) -> io::Result<()> {
+        for directory in &self.directories {
+            let path = directory.join("cgroup.procs");
+            let mut file = OpenOptions::new().write(true).open(&path)?;
+            for pid in pids {
+                file.write_all(pid.to_string().as_bytes())
+                    .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+            }
+        }
+        Ok(())
     }
 
     /// Ids of the processes in it.

@@ -182,7 +182,7 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
     };
     let accelerator = match config.accelerator {
         AcceleratorChoice::Tcg => Accelerator::Tcg,
-        choice => match probe::kvm(&host, &config.runtime_dir).await {
+        choice => match probe::kvm(&host, &config.runtime_dir.join("kvm.json")).await {
             probe::KvmVerdict::Works => Accelerator::Kvm,
             probe::KvmVerdict::Unusable(why) if choice == AcceleratorChoice::Kvm => {
                 return Err(EngineError::Unsupported { missing: "KVM".to_owned(), why });

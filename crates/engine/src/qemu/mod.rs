@@ -26,6 +26,8 @@ mod clock;
 mod command_line;
 mod config;
 mod jail;
+#[cfg(test)]
+mod jail_tests;
 mod launch;
 mod machine;
 mod machine_dir;
@@ -33,6 +35,7 @@ mod manifest;
 mod memory;
 mod probe;
 mod process;
+mod qemu_img;
 mod qmp;
 mod remains;
 mod restore;

@@ -15,7 +15,7 @@ use std::{
 
 use serde_json::json;
 use stockade_model::MachineId;
-use tokio::{process::Command, sync::broadcast};
+use tokio::sync::broadcast;
 
 use super::{
     Host, agent, clock, command_line,
@@ -25,7 +25,7 @@ use super::{
     launch::{Launch, Launched, SHOWN_LINES, with_complaints},
     machine_dir::{LINK, MachineDir, Record, give_to_nobody, take_back},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, MEMORY, Manifest, ROOT},
-    memory,
+    memory, qemu_img,
     qmp::{CLOSED, Qmp, QmpEvent},
     remains::{Remains, Undo},
 };
@@ -134,10 +134,12 @@ impl Boot<'_> {
         take_back(&path(ROOT)).map_err(EngineError::host("set the root disk's rights"))?;
 
         let layer = format!("{}/{ROOT}", command_line::TEMPLATE_DIR);
-        self.create_layer(&path(DISK), &layer, "raw").await?;
+        qemu_img::create(&self.host.qemu_img, &path(DISK), Some((&layer, "raw")), self.boot.shape.disk_mib).await?;
         let layer = format!("{}/{DISK}", command_line::TEMPLATE_DIR);
-        self.create_layer(&path(MACHINE_LAYER), &layer, "qcow2").await?;
+        let below = Some((layer.as_str(), "qcow2"));
+        qemu_img::create(&self.host.qemu_img, &path(MACHINE_LAYER), below, self.boot.shape.disk_mib).await?;
         let prepare = || {
+            self.directory.add_kernel(&self.host.kernel, &self.host.initramfs)?;
             File::create_new(path(MEMORY))?.set_len(self.boot.shape.memory_mib << 20)?;
             File::create_new(path(DEVICE_STATE))?;
             // The emulator opens these two by name, as nobody.
@@ -146,22 +148,6 @@ impl Boot<'_> {
         };
         prepare().map_err(EngineError::host("make the template's files"))?;
         Ok(digest)
-    }
-
-    async fn create_layer(&self, layer: &Path, below: &str, format: &str) -> Result<(), EngineError> {
-        // `-u`: the layer below has its name in the jail only.
-        let output = Command::new(&self.host.qemu_img)
-            .args(["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", format])
-            .arg(layer)
-            .arg(format!("{}M", self.boot.shape.disk_mib))
-            .output()
-            .await
-            .map_err(EngineError::host(format!("run {}", self.host.qemu_img.display())))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        let detail = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        Err(EngineError::Emulator { step: "make a disk layer", detail })
     }
 
     fn open(&self, name: &str) -> Result<File, EngineError> {
@@ -188,8 +174,7 @@ impl Boot<'_> {
             mounts: vec![
                 mount(self.unfinished.to_owned(), command_line::TEMPLATE_DIR, false),
                 mount(self.unfinished.join(DISK), &disk, true),
-                mount(host.kernel.clone(), command_line::KERNEL, false),
-                mount(host.initramfs.clone(), command_line::INITRAMFS, false),
+                mount(self.directory.disk_dir(), command_line::BOOT_DIR, false),
             ],
             memory: &memory,
             device_state: None,
