@@ -89,7 +89,10 @@ fn probe() {
     attempt("become root", nix::unistd::setuid(0.into()).map_err(Into::into));
     attempt("make a user namespace", in_child(|| nix::sched::unshare(CloneFlags::CLONE_NEWUSER)));
     attempt("make a mount namespace", in_child(|| nix::sched::unshare(CloneFlags::CLONE_NEWNS)));
-    attempt("mount over a directory", nix::mount::mount(Some("x"), "/tmp", Some("tmpfs"), MsFlags::empty(), None::<&str>).map_err(Into::into));
+    attempt(
+        "mount over a directory",
+        nix::mount::mount(Some("x"), "/tmp", Some("tmpfs"), MsFlags::empty(), None::<&str>).map_err(Into::into),
+    );
     attempt("trace process 1", nix::sys::ptrace::attach(Pid::from_raw(1)).map_err(Into::into));
     let shared = format!("/proc/self/fd/{}", outside.memory_fd);
     let write = fs::OpenOptions::new().write(true).open(shared).and_then(|file| {

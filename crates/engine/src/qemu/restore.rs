@@ -64,6 +64,7 @@ impl Memories {
 
 /// From a machine that maps it already (this server was restarted), or from the template's file.
 async fn load(host: &Host, template: &Path, manifest: &Manifest) -> Result<Arc<SealedMemory>, EngineError> {
+    manifest.check_contents(template)?;
     let path = template.join(MEMORY);
     let holders = holders(host, template);
     let (expected, bytes) = (manifest.digest(MEMORY).to_owned(), manifest.shape.memory_mib << 20);

@@ -8,6 +8,7 @@
 //! A real QEMU engine on a data directory of its own, with a template that is booted once per checkout.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File},
     path::{Path, PathBuf},
     process::Command,
@@ -56,10 +57,68 @@ impl Rig {
         self.engine.start_machine(&MachineId::random(), &self.template).await.unwrap_or_else(|error| panic!("{error}"))
     }
 
-    pub fn machine_dirs(&self) -> Vec<String> {
-        let entries = fs::read_dir(self.data.join("machines")).expect("listed");
-        entries.map(|entry| entry.expect("read").file_name().to_string_lossy().into_owned()).collect()
+    /// No directory, process or control group of this data directory is left.
+    pub async fn assert_clean(&self) {
+        assert_eq!(self.leftovers(), Vec::<String>::new());
+        assert!(self.engine.sweep(&BTreeSet::new()).await.expect("swept").is_empty());
     }
+
+    /// For what is cleaned up in the background.
+    pub async fn wait_until_clean(&self) {
+        let clean = async {
+            while !self.leftovers().is_empty() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let patience = Duration::from_secs(30);
+        tokio::time::timeout(patience, clean).await.unwrap_or_else(|_| panic!("left: {:?}", self.leftovers()));
+    }
+
+    fn leftovers(&self) -> Vec<String> {
+        let names = |path: PathBuf| -> Vec<String> {
+            let entries = fs::read_dir(path).into_iter().flatten().flatten();
+            entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        };
+        let mut left = names(self.data.join("machines"));
+        let machines = fs::canonicalize(self.data.join("machines")).expect("there");
+        let mut visit = vec![PathBuf::from("/sys/fs/cgroup")];
+        let owner = sha256_prefix(&machines);
+        while let Some(path) = visit.pop() {
+            for entry in fs::read_dir(&path).into_iter().flatten().flatten() {
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    if entry.file_name().to_string_lossy().contains(&owner) {
+                        left.push(entry.path().display().to_string());
+                    }
+                    visit.push(entry.path());
+                }
+            }
+        }
+        for pid in names(PathBuf::from("/proc")) {
+            let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            if String::from_utf8_lossy(&arguments).contains(&format!("guest=stockade-{owner}-")) {
+                left.push(format!("process {pid}"));
+            }
+        }
+        left
+    }
+
+    /// A copy that a test may break.
+    pub fn copy_of_template(&self) -> PathBuf {
+        let copy = self.data.join(format!("template-{}", MachineId::random()));
+        let status = Command::new("cp").args(["-r", "--sparse=always"]).arg(&self.template).arg(&copy).status();
+        assert!(status.expect("cp runs").success());
+        for entry in fs::read_dir(&copy).expect("listed") {
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
+            fs::set_permissions(entry.expect("read").path(), mode).expect("set");
+        }
+        copy
+    }
+}
+
+fn sha256_prefix(path: &Path) -> String {
+    use sha2::{Digest, Sha256};
+    let digest = Sha256::digest(path.as_os_str().as_encoded_bytes());
+    digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
 }
 
 pub fn config(data: &Path) -> QemuConfig {
@@ -88,7 +147,7 @@ async fn shared_template(engine: &QemuEngine) -> PathBuf {
     let template = cache().join("template");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
-        let boot = TemplateBoot { root_disk: root_disk(), shape: SHAPE, directory: template.clone() };
+        let boot = TemplateBoot { root_disk: root_disk(&cache()), shape: SHAPE, directory: template.clone() };
         engine.boot_template(&boot, &|step| eprintln!("{step}")).await.unwrap_or_else(|error| panic!("{error}"));
     }
     drop(lock);
@@ -96,8 +155,8 @@ async fn shared_template(engine: &QemuEngine) -> PathBuf {
 }
 
 /// A small ext4 file system with the directories a guest needs.
-fn root_disk() -> PathBuf {
-    let (tree, disk) = (cache().join("tree"), cache().join("root.ext4"));
+pub fn root_disk(directory: &Path) -> PathBuf {
+    let (tree, disk) = (directory.join("tree"), directory.join("root.ext4"));
     for name in ["dev", "proc", "sys", "tmp", "run", "etc", "root", "home", "bin"] {
         fs::create_dir_all(tree.join(name)).expect("a directory");
     }
