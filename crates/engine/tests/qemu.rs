@@ -252,7 +252,7 @@ async fn a_guest_that_does_not_come_up_is_told_by_its_console() {
     let data = tempfile::tempdir().expect("a directory");
     let broken = data.path().join("initramfs");
     fs::write(&broken, "no file system").expect("written");
-    let mut config = config(data.path());
+    let mut config = config(data.path()).await;
     config.initramfs = broken;
     let engine = QemuEngine::new(config).await.expect("an engine");
     let boot = stockade_engine::TemplateBoot {

@@ -153,18 +153,22 @@ impl Cgroup {
         directories.any(|path| killed(path.join("memory.events")) || killed(path.join("memory.oom_control")))
     }
 
+    /// Kills all that is in it now.
+    pub(crate) fn kill(&self) {
+        for directory in &self.directories {
+            // Version 2 from Linux 5.14 on; elsewhere the file is not there.
+            let _ = fs::write(directory.join("cgroup.kill"), "1");
+        }
+        for pid in self.processes() {
+            // A process of this group; it cannot leave it and its id is not reused while it is listed.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+
     /// Ends all of its processes and removes it. Repeatable.
     pub(crate) async fn destroy(&self, patience: Duration) -> io::Result<()> {
         let deadline = tokio::time::Instant::now() + patience;
         loop {
-            for directory in &self.directories {
-                // Version 2 from Linux 5.14 on; elsewhere the file is not there.
-                let _ = fs::write(directory.join("cgroup.kill"), "1");
-            }
-            for pid in self.processes() {
-                // A process of this group; it cannot leave it and its id is not reused while it is listed.
-                let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
-            }
             if self.remove_directories() {
                 return Ok(());
             }
@@ -173,6 +177,7 @@ impl Cgroup {
                 let reason = format!("{} still has processes {:?}", names.join(", "), self.processes());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
             }
+            self.kill();
             // The kernel tells nobody when a group of version 1 becomes empty.
             tokio::time::sleep(Duration::from_millis(2)).await;
         }

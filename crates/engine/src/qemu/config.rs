@@ -4,6 +4,7 @@ use std::{
     fs, io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
+    sync::Mutex,
     time::Duration,
 };
 
@@ -176,6 +177,7 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
             tsc_khz: None,
         },
         limits: config.limits,
+        booting: Mutex::default(),
         machines_dir,
         kernel,
         initramfs,

@@ -12,7 +12,7 @@
 use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -75,6 +75,15 @@ pub(crate) struct Host {
     pub(crate) boot_id: String,
     pub(crate) needs: manifest::Needs,
     pub(crate) limits: Limits,
+    /// Machines that templates are being booted on; no record outside the engine names them.
+    pub(crate) booting: Mutex<BTreeSet<MachineId>>,
+}
+
+impl Host {
+    /// The name a machine's processes and groups carry.
+    pub(crate) fn name_of(&self, machine: &MachineId) -> String {
+        format!("{}{machine}", self.prefix)
+    }
 }
 
 impl QemuEngine {

@@ -94,7 +94,7 @@ async fn boot(host: &Host) -> Result<KvmVerdict, EngineError> {
         memory_fd: -1,
         is_complete: false,
     };
-    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id));
+    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
     let result = run(host, &machine, &directory, record, &mut undo).await;
     undo.run().await;
     result
@@ -124,7 +124,7 @@ async fn run(
     let mount =
         |target: &str, is_writable| Mount { source: directory.disk_dir(), target: target.to_owned(), is_writable };
     let launch = Launch {
-        name: &format!("{}{machine}", host.prefix),
+        name: &host.name_of(machine),
         directory,
         shape: SHAPE,
         accelerator: Accelerator::Kvm,

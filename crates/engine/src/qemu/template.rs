@@ -9,7 +9,7 @@ use std::{
     io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -46,7 +46,8 @@ pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progre
         memory_fd: -1,
         is_complete: false,
     };
-    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id));
+    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
+    let _booting = Booting::new(host, &machine);
     let mut attempt = Boot { host, boot, unfinished: &unfinished, directory: &directory, record };
     match attempt.run(progress, &mut undo).await {
         Ok(()) => {
@@ -71,6 +72,25 @@ fn unfinished_name(directory: &Path, machine: &MachineId) -> Result<PathBuf, Eng
     let parent = directory.parent().ok_or_else(|| refuse(io::ErrorKind::InvalidInput.into()))?;
     let parent = fs::canonicalize(parent).map_err(EngineError::host(format!("find {}", parent.display())))?;
     Ok(parent.join(format!("{}.unfinished-{machine}", name.to_string_lossy())))
+}
+
+/// Keeps a sweep from taking the machine for a leftover.
+struct Booting<'a> {
+    host: &'a Host,
+    machine: MachineId,
+}
+
+impl<'a> Booting<'a> {
+    fn new(host: &'a Host, machine: &MachineId) -> Self {
+        host.booting.lock().unwrap_or_else(PoisonError::into_inner).insert(machine.clone());
+        Self { host, machine: machine.clone() }
+    }
+}
+
+impl Drop for Booting<'_> {
+    fn drop(&mut self) {
+        self.host.booting.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.machine);
+    }
 }
 
 struct Boot<'a> {
@@ -98,8 +118,12 @@ impl Boot<'_> {
         progress("booting");
         let begin = Instant::now();
         let launched = self.launch(undo).await?;
-        let booted = self.wait_until_booted(&launched).await;
-        booted.map_err(|error| with_console(with_complaints(error, &launched.complaints), &launched))?;
+        if let Err(error) = self.wait_until_booted(&launched).await {
+            if !matches!(error, EngineError::GuestSilent { .. }) {
+                launched.console.finish(Duration::from_secs(1)).await;
+            }
+            return Err(with_console(with_complaints(error, &launched.complaints), &launched));
+        }
         progress(&format!("booted in {:.1} s", begin.elapsed().as_secs_f64()));
 
         progress("keeping memory and devices");
@@ -165,7 +189,7 @@ impl Boot<'_> {
             |source: PathBuf, target: &str, is_writable| Mount { source, target: target.to_owned(), is_writable };
         let cgroup = self.record.cgroup.clone();
         let launch = Launch {
-            name: &format!("{}{}", host.prefix, self.record.machine),
+            name: &host.name_of(&self.record.machine),
             directory: self.directory,
             shape: self.boot.shape,
             accelerator: host.accelerator,
@@ -199,9 +223,19 @@ impl Boot<'_> {
             let mut stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
             agent::settle(&mut stream, patience).await
         };
-        tokio::select! {
+        let told = tokio::select! {
             result = link => result,
-            detail = ended(&mut events) => Err(EngineError::Emulator { step: "boot", detail }),
+            detail = ended(&mut events) => return Err(EngineError::Emulator { step: "boot", detail }),
+        };
+        match told {
+            // The link broke: most likely because the machine ended, which is the better explanation.
+            Err(error @ (EngineError::LinkBroken { .. } | EngineError::Host { .. })) => {
+                match tokio::time::timeout(Duration::from_secs(2), ended(&mut events)).await {
+                    Ok(detail) => Err(EngineError::Emulator { step: "boot", detail }),
+                    Err(_) => Err(error),
+                }
+            }
+            told => told,
         }
     }
 

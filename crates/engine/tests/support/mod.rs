@@ -20,6 +20,7 @@ use stockade_engine::{
     Engine, EngineError, TemplateBoot,
     qemu::{AcceleratorChoice, QemuConfig, QemuEngine, QemuMachine},
 };
+use stockade_images::Images;
 use stockade_model::{MachineId, MachineShape};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -48,7 +49,7 @@ impl Rig {
     }
 
     pub async fn on(data: &Path) -> Self {
-        let engine = QemuEngine::new(config(data)).await.unwrap_or_else(|error| panic!("{error}"));
+        let engine = QemuEngine::new(config(data).await).await.unwrap_or_else(|error| panic!("{error}"));
         let template = shared_template(&engine).await;
         Self { engine, template, data: data.to_owned(), _temporary: None }
     }
@@ -121,9 +122,9 @@ fn sha256_prefix(path: &Path) -> String {
     digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
 }
 
-pub fn config(data: &Path) -> QemuConfig {
-    let boot = boot_files();
-    let mut config = QemuConfig::new(data, boot.join("vmlinuz"), boot.join("initramfs"));
+pub async fn config(data: &Path) -> QemuConfig {
+    let (kernel, initramfs) = boot_files().await;
+    let mut config = QemuConfig::new(data, kernel, initramfs);
     config.runtime_dir = cache().join("runtime");
     config.accelerator = AcceleratorChoice::Tcg;
     config
@@ -135,22 +136,59 @@ pub fn cache() -> PathBuf {
     directory
 }
 
-fn boot_files() -> PathBuf {
-    PathBuf::from(std::env::var_os("STOCKADE_TEST_BOOT").expect("STOCKADE_TEST_BOOT names a directory"))
+/// Kernel and initramfs as the product makes them. `STOCKADE_TEST_BOOT` names a directory with others.
+async fn boot_files() -> (PathBuf, PathBuf) {
+    if let Some(directory) = std::env::var_os("STOCKADE_TEST_BOOT").map(PathBuf::from) {
+        return (directory.join("vmlinuz"), directory.join("initramfs"));
+    }
+    let _lock = lock("boot").await;
+    let agent = tokio::task::spawn_blocking(agent).await.expect("built");
+    let images = std::env::var_os("STOCKADE_TEMPLATE_CACHE").map_or_else(|| cache().join("images"), PathBuf::from);
+    let images = Images::open(&images).unwrap_or_else(|error| panic!("{error}"));
+    let boot = images.boot_files(&agent, &stockade_images::progress::Silent).await;
+    let boot = boot.unwrap_or_else(|error| panic!("{error}: {:?}", error.hint()));
+    (boot.vmlinuz(), boot.initramfs())
+}
+
+/// The guest's agent, built as the command line's build script builds it and where it builds it.
+fn agent() -> Vec<u8> {
+    let path = std::env::var_os("STOCKADE_GUEST_BINARY").map_or_else(build_agent, PathBuf::from);
+    fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn build_agent() -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("below target").join("guest-agent");
+    let triple = "x86_64-unknown-linux-gnu";
+    let status = Command::new(env!("CARGO"))
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."))
+        .args(["build", "--quiet", "--profile", "guest", "--package", "stockade-guest", "--bin", "stockade-guest"])
+        .args(["--target", triple, "--target-dir"])
+        .arg(&target)
+        .env("RUSTFLAGS", "-C target-feature=+crt-static")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .env_remove("RUSTC_WORKSPACE_WRAPPER")
+        .env_remove("RUSTC_WRAPPER")
+        .status();
+    assert!(status.expect("cargo runs").success(), "the guest agent does not compile");
+    target.join(triple).join("guest/stockade-guest")
+}
+
+/// Tests are processes of their own and share what takes long to make.
+async fn lock(name: &str) -> Flock<File> {
+    let file = File::create(cache().join(format!("{name}.lock"))).expect("a lock file");
+    let take = move || Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| error);
+    tokio::task::spawn_blocking(take).await.expect("ran").expect("locked")
 }
 
 /// One test process builds it, the others wait for the lock.
 async fn shared_template(engine: &QemuEngine) -> PathBuf {
-    let lock = File::create(cache().join("lock")).expect("a lock file");
-    let take = move || Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error);
-    let lock = tokio::task::spawn_blocking(take).await.expect("ran").expect("locked");
+    let _lock = lock("template").await;
     let template = cache().join("template");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
         let boot = TemplateBoot { root_disk: root_disk(&cache()), shape: SHAPE, directory: template.clone() };
         engine.boot_template(&boot, &|step| eprintln!("{step}")).await.unwrap_or_else(|error| panic!("{error}"));
     }
-    drop(lock);
     template
 }
 
