@@ -20,7 +20,6 @@ mod http;
 mod identity;
 pub mod init;
 mod link;
-mod port;
 mod ports;
 mod process;
 mod routes;

@@ -1,23 +1,39 @@
 //! The bare emulator: the same machine restored from the same template, without our service.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
+
+use stockade_engine::qemu::QemuEngine;
+use tempfile::TempDir;
 
 use super::server::Throwaway;
-use crate::failure::Failure;
+use crate::{
+    args::Accel,
+    failure::Failure,
+    server::engine::{self, engine_failure},
+};
 
 /// What is restored.
 pub(super) struct Emulator {
+    engine: Arc<QemuEngine>,
     template: PathBuf,
+    _directory: TempDir,
 }
 
 impl Emulator {
+    /// The emulator on the server's template.
     pub(super) async fn of(server: &Throwaway) -> Result<Self, Failure> {
+        let directory =
+            TempDir::with_prefix("stockade-bare-").map_err(|error| Failure::host("make a directory", error))?;
+        let accel = if server.accel == "kvm" { Accel::Kvm } else { Accel::Tcg };
+        let data_dir = server.data_dir();
+        let engine = engine::open(directory.path(), &data_dir.join("kernel"), accel).await?;
         let template = server.client.template("base").await?;
-        Ok(Self { template: server.data_dir().join("templates").join(template.id) })
+        Ok(Self { engine, template: data_dir.join("templates").join(template.id), _directory: directory })
     }
 
     /// From the start of the emulator's process to the guest agent's first reply, in milliseconds.
     pub(super) async fn restore(&self) -> Result<f64, Failure> {
-        Err(Failure::new("not_available", format!("no bare restore of {}", self.template.display())))
+        let elapsed = self.engine.bare_restore(&self.template).await;
+        elapsed.map(|elapsed| elapsed.as_secs_f64() * 1e3).map_err(|error| engine_failure(&error))
     }
 }

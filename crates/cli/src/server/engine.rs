@@ -1,14 +1,34 @@
 //! The engine a server runs on.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
-use stockade_engine::Engine;
+use stockade_engine::{
+    EngineError,
+    qemu::{AcceleratorChoice, QemuConfig, QemuEngine},
+};
 
-use super::data_dir::DataDir;
-use crate::{args::Accel, failure::Failure};
+use crate::{
+    args::Accel,
+    failure::{Failure, chain},
+};
 
-/// The QEMU engine with its machines in the data directory.
-pub(super) async fn open(data_dir: &DataDir, accel: Accel) -> Result<Arc<dyn Engine>, Failure> {
-    let _ = (data_dir, accel);
-    Err(Failure::new("not_available", "no engine"))
+/// The QEMU engine with its machines in `data_dir`, booting what is in `kernel_dir`.
+pub(crate) async fn open(data_dir: &Path, kernel_dir: &Path, accel: Accel) -> Result<Arc<QemuEngine>, Failure> {
+    let mut config = QemuConfig::new(data_dir, kernel_dir.join("vmlinuz"), kernel_dir.join("initramfs"));
+    config.accelerator = match accel {
+        Accel::Auto => AcceleratorChoice::Auto,
+        Accel::Kvm => AcceleratorChoice::Kvm,
+        Accel::Tcg => AcceleratorChoice::Tcg,
+    };
+    QemuEngine::new(config).await.map(Arc::new).map_err(|error| engine_failure(&error))
+}
+
+/// What the engine says, with where to look.
+pub(crate) fn engine_failure(error: &EngineError) -> Failure {
+    let failure = Failure::new("engine_failed", chain(error));
+    match error {
+        // Its text says what mends it.
+        EngineError::Unsupported { .. } => failure,
+        _ => failure.hint("`stockade doctor` looks at everything the engine needs"),
+    }
 }

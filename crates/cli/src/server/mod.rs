@@ -11,10 +11,13 @@
 
 use std::{
     future::Future,
+    path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use stockade_api::{ServeConfig, Server, Tls};
+use stockade_engine::Engine;
 use stockade_images::Images;
 use stockade_service::{Service, ServiceConfig};
 use stockade_store::{SecretFile, Store};
@@ -32,7 +35,7 @@ use crate::{
 };
 
 pub(crate) mod data_dir;
-mod engine;
+pub(crate) mod engine;
 mod greeting;
 mod listen;
 mod progress;
@@ -77,13 +80,13 @@ struct Prepared {
 }
 
 /// All that takes long the first time.
-async fn prepare(data_dir: &DataDir, cache: &std::path::Path, args: &Up, ui: Ui) -> Result<Prepared, Failure> {
+async fn prepare(data_dir: &DataDir, cache: &Path, args: &Up, ui: Ui) -> Result<Prepared, Failure> {
     let display = Display::new(ui);
     let images = Images::open(cache).map_err(template::image_failure)?;
     let boot = images.boot_files(GUEST_AGENT, &display).await.map_err(template::image_failure)?;
     boot.install(&data_dir.join("kernel")).await.map_err(template::image_failure)?;
     display.begin("starting the engine");
-    let engine = engine::open(data_dir, args.accel).await?;
+    let engine = engine::open(data_dir.path(), &data_dir.join("kernel"), args.accel).await?;
     let info = engine.info();
     let service = start_service(data_dir, engine.clone(), args.pool).await?;
     template::ensure_base(&service, engine.as_ref(), &images, &boot, data_dir, &display).await?;
@@ -91,11 +94,7 @@ async fn prepare(data_dir: &DataDir, cache: &std::path::Path, args: &Up, ui: Ui)
     Ok(Prepared { service, accel: info.accelerator.to_string() })
 }
 
-async fn start_service(
-    data_dir: &DataDir,
-    engine: std::sync::Arc<dyn stockade_engine::Engine>,
-    pool: usize,
-) -> Result<Service, Failure> {
+async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, pool: usize) -> Result<Service, Failure> {
     let store_failed = |error: stockade_store::StoreError| Failure::new("store_failed", chain(&error));
     let secret = SecretFile::open_or_create(&data_dir.join("secret")).map_err(store_failed)?;
     let store = Store::open(&data_dir.join("stockade.db"), secret).await.map_err(store_failed)?;
@@ -127,7 +126,7 @@ fn ready(data_dir: &DataDir, args: &Up, server: &Server, accel: String) -> Ready
         https_url: https,
         base_domain: args.base_domain.clone(),
         api_key_file: data_dir.key_file(),
-        ca_file: server.ca_file().map_or_else(|| data_dir.join("tls/ca.pem"), std::path::Path::to_owned),
+        ca_file: server.ca_file().map_or_else(|| data_dir.join("tls/ca.pem"), Path::to_owned),
         pid: std::process::id(),
         accel,
     }

@@ -1,0 +1,5 @@
+//! The `stockade` program, run as users run it.
+
+mod commands;
+mod support;
+mod usage;

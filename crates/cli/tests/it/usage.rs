@@ -1,0 +1,96 @@
+//! What the program says when it is used wrongly, and when there is no server.
+
+use tempfile::TempDir;
+
+use crate::support::{TestServer, run, stockade};
+
+#[tokio::test]
+async fn help_names_every_command() {
+    let ran = run(stockade(&["--help"]), b"").await;
+    assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));
+    for command in [
+        "up", "run", "create", "ls", "info", "exec", "shell", "cp", "logs", "kill", "extend", "template", "doctor",
+        "bench", "version", "env",
+    ] {
+        assert!(ran.stdout.lines().any(|line| line.trim_start().starts_with(&format!("{command} "))), "{command}");
+    }
+}
+
+#[tokio::test]
+async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
+    for arguments in [
+        &["nonsense"][..],
+        &["run"],
+        &["run", "--", ""][..1],
+        &["run", "--timeout", "-3", "--", "true"],
+        &["run", "--timeout", "nan", "--", "true"],
+        &["run", "--env", "no-value", "--", "true"],
+        &["kill"],
+        &["extend", "sbx", "soon"],
+    ] {
+        let ran = run(stockade(arguments), b"").await;
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{arguments:?}");
+        assert!(ran.stderr.starts_with("error: "), "{}", ran.stderr);
+    }
+}
+
+#[tokio::test]
+async fn without_a_server_the_hint_says_how_to_get_one() {
+    let ran = run(stockade(&["ls"]), b"").await;
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""));
+    assert_eq!(
+        ran.stderr,
+        "error: no server is running here: there is no /nonexistent/stockade/ready.json\n\n\
+         hint: `stockade up` starts one; or name one with --url and --api-key, or its data directory with --data-dir\n"
+    );
+    let ran = run(stockade(&["run", "--json", "--", "true"]), b"").await;
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(125), ""), "125: Stockade failed, not the command");
+    let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+    assert_eq!(error["error"]["code"], "no_server");
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_answer_is_named() {
+    let ran = run(stockade(&["ls", "--url", "http://127.0.0.1:1", "--api-key", "e2b_1"]), b"").await;
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.starts_with("error: cannot reach the server at http://127.0.0.1:1: "), "{}", ran.stderr);
+    let ran = run(stockade(&["ls", "--url", "http://127.0.0.1:1"]), b"").await;
+    assert!(ran.stderr.starts_with("error: no API key for http://127.0.0.1:1\n\nhint: "), "{}", ran.stderr);
+}
+
+#[tokio::test]
+async fn a_wrong_key_is_refused_and_not_shown() {
+    let server = TestServer::start().await;
+    let mut command = server.stockade(&["ls", "--json"]);
+    command.env("STOCKADE_API_KEY", "e2b_0000000000000000000000000000000000000000");
+    let ran = run(command, b"").await;
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""));
+    let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+    assert_eq!(error["error"]["code"], "unauthorized", "{error}");
+    assert!(!ran.stderr.contains("e2b_0000"));
+}
+
+#[tokio::test]
+async fn what_up_cannot_use_is_named_before_anything_is_made() {
+    let place = TempDir::new().expect("a directory");
+    let data_dir = place.path().join("data");
+    let data = data_dir.to_str().expect("UTF-8");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("an address").to_string();
+    let ran = run(stockade(&["up", "--data-dir", data, "--http", &address]), b"").await;
+    assert_eq!(ran.code, Some(1));
+    assert_eq!(
+        ran.stderr,
+        format!(
+            "error: {address} is taken by another program\n\n\
+             hint: choose another with --http or STOCKADE_HTTP; port 0 takes a free one\n"
+        )
+    );
+    std::fs::write(data_dir.join("format"), "99\n").expect("a file");
+    let ran = run(stockade(&["up", "--data-dir", data, "--http", "127.0.0.1:0", "--json"]), b"").await;
+    let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+    assert_eq!((ran.code, error["error"]["code"].as_str()), (Some(1), Some("data_dir_too_new")));
+    let ran = run(stockade(&["up", "--data-dir", "/proc/stockade"]), b"").await;
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.contains("/proc/stockade") && ran.stderr.contains("hint: name a directory"), "{}", ran.stderr);
+}
