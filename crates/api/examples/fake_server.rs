@@ -29,7 +29,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     std::fs::create_dir_all(&directory)?;
     let secret = SecretFile::open_or_create(&directory.join("secret"))?;
     let store = Store::open(&directory.join("stockade.db"), secret).await?;
-    let engine = Arc::new(FakeEngine::new(FakeHost::new()?));
+    let engine = Arc::new(FakeEngine::new(FakeHost::hosting()?));
     let service = Service::start(ServiceConfig { pool_size: 0, ..ServiceConfig::new(engine, store) }).await?;
     register_base(&service, &directory).await?;
     let key_file = make_key(&service, &directory).await?;

@@ -1,4 +1,5 @@
-//! The guest's side of a fake machine: for now a stub that answers health, identity and stats.
+//! The guest's side of a fake machine: a stub that answers health, identity and stats, or the real agent,
+//! hosted in this process.
 
 use std::{convert::Infallible, path::PathBuf, time::Instant};
 
@@ -21,15 +22,27 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 pub(super) struct FakeAgent {
     started: Instant,
     dir: PathBuf,
+    hosted: Option<stockade_guest::Agent>,
 }
 
 impl FakeAgent {
     pub(super) fn new(dir: PathBuf) -> Self {
-        Self { started: Instant::now(), dir }
+        Self { started: Instant::now(), dir, hosted: None }
+    }
+
+    /// The real agent, with `dir` as its user's home.
+    pub(super) fn hosted(dir: PathBuf) -> Self {
+        let hosted = Some(stockade_guest::Agent::hosted(dir.clone()));
+        Self { hosted, ..Self::new(dir) }
     }
 
     /// Serves one link session to its end.
     pub(super) async fn serve(self, mut stream: DuplexStream) {
+        if let Some(agent) = self.hosted {
+            // However it ends, the host sees it on its own side.
+            stockade_guest::serve(stream, agent).await.ok();
+            return;
+        }
         let mut scanner = Scanner::default();
         let hello = loop {
             match stream.read_u8().await.map(|byte| scanner.push(byte)) {

@@ -24,6 +24,8 @@ pub struct FakeHost(Arc<Inner>);
 
 struct Inner {
     dir: TempDir,
+    /// Whether machines run the real guest agent, hosted in this process.
+    is_hosting: bool,
     script: Script,
     full: AtomicBool,
     machines: Mutex<BTreeMap<MachineId, Arc<Process>>>,
@@ -62,9 +64,23 @@ impl FakeHost {
     /// # Errors
     /// The directory cannot be made.
     pub fn new() -> io::Result<Self> {
+        Self::make(false)
+    }
+
+    /// As [`new`](Self::new), but its machines run the real guest agent: commands and files work, on this
+    /// very host and with this process's rights.
+    ///
+    /// # Errors
+    /// The directory cannot be made.
+    pub fn hosting() -> io::Result<Self> {
+        Self::make(true)
+    }
+
+    fn make(is_hosting: bool) -> io::Result<Self> {
         let dir = TempDir::with_prefix("stockade-fake-")?;
         Ok(Self(Arc::new(Inner {
             dir,
+            is_hosting,
             script: Script::default(),
             full: AtomicBool::new(false),
             machines: Mutex::default(),
@@ -131,7 +147,7 @@ impl FakeHost {
         std::fs::create_dir(&dir).map_err(EngineError::host(format!("make {}", dir.display())))?;
         let process = Arc::new(Process {
             id: machine.clone(),
-            agent: FakeAgent::new(dir),
+            agent: if self.0.is_hosting { FakeAgent::hosted(dir) } else { FakeAgent::new(dir) },
             is_running: AtomicBool::new(false),
             exit: watch::Sender::new(None),
         });

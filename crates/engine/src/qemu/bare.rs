@@ -2,7 +2,10 @@
 
 use std::{
     fs::{self, File},
-    os::{fd::AsRawFd, unix::net::UnixListener},
+    os::{
+        fd::AsRawFd,
+        unix::{fs::PermissionsExt, net::UnixListener},
+    },
     path::Path,
     process::Stdio,
     sync::Arc,
@@ -28,7 +31,9 @@ pub(crate) async fn restore(host: &Arc<Host>, memories: &Memories, template: &Pa
     let memory = memories.get(host, &template, &manifest).await?;
     let directory = tempfile::tempdir().map_err(EngineError::host("make a directory"))?;
     let disk = directory.path().join("disk.qcow2");
-    fs::copy(template.join(MACHINE_LAYER), &disk).map_err(EngineError::host("copy the machine's disk"))?;
+    fs::copy(template.join(MACHINE_LAYER), &disk)
+        .and_then(|_| fs::set_permissions(&disk, fs::Permissions::from_mode(0o600)))
+        .map_err(EngineError::host("copy the machine's disk"))?;
     let state = File::open(template.join(DEVICE_STATE)).map_err(EngineError::host("open the device state"))?;
     let bind = |name: &str| {
         let path = directory.path().join(name);

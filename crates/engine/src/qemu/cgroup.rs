@@ -8,8 +8,8 @@
 //! Without the right to make groups a machine runs without: limits per process remain, the warning says so.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io,
+    fs::{self, OpenOptions},
+    io::{self, Write},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -116,10 +116,17 @@ impl Cgroups {
 }
 
 impl Cgroup {
-    /// The files through which a process joins, for it to write `0` to before it becomes the emulator.
-    pub(crate) fn open_for_joining(&self) -> io::Result<Vec<File>> {
-        let open = |directory: &PathBuf| OpenOptions::new().write(true).open(directory.join("cgroup.procs"));
-        self.directories.iter().map(open).collect()
+    /// Moves processes into the group. Takes some milliseconds on a kernel that has to wait for readers.
+    pub(crate) fn join(&self, pids: &[i32]) -> io::Result<()> {
+        for directory in &self.directories {
+            let path = directory.join("cgroup.procs");
+            let mut file = OpenOptions::new().write(true).open(&path)?;
+            for pid in pids {
+                file.write_all(pid.to_string().as_bytes())
+                    .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+            }
+        }
+        Ok(())
     }
 
     /// Ids of the processes in it.
@@ -146,18 +153,22 @@ impl Cgroup {
         directories.any(|path| killed(path.join("memory.events")) || killed(path.join("memory.oom_control")))
     }
 
+    /// Kills all that is in it now.
+    pub(crate) fn kill(&self) {
+        for directory in &self.directories {
+            // Version 2 from Linux 5.14 on; elsewhere the file is not there.
+            let _ = fs::write(directory.join("cgroup.kill"), "1");
+        }
+        for pid in self.processes() {
+            // A process of this group; it cannot leave it and its id is not reused while it is listed.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+
     /// Ends all of its processes and removes it. Repeatable.
     pub(crate) async fn destroy(&self, patience: Duration) -> io::Result<()> {
         let deadline = tokio::time::Instant::now() + patience;
         loop {
-            for directory in &self.directories {
-                // Version 2 from Linux 5.14 on; elsewhere the file is not there.
-                let _ = fs::write(directory.join("cgroup.kill"), "1");
-            }
-            for pid in self.processes() {
-                // A process of this group; it cannot leave it and its id is not reused while it is listed.
-                let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
-            }
             if self.remove_directories() {
                 return Ok(());
             }
@@ -166,6 +177,7 @@ impl Cgroup {
                 let reason = format!("{} still has processes {:?}", names.join(", "), self.processes());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
             }
+            self.kill();
             // The kernel tells nobody when a group of version 1 becomes empty.
             tokio::time::sleep(Duration::from_millis(2)).await;
         }

@@ -18,10 +18,12 @@ pub(crate) const MACHINE_DISK: &str = "/machine/disk.qcow2";
 pub(crate) const TEMPLATE_DIR: &str = "/template";
 /// Where the firmware is in the jail.
 pub(crate) const FIRMWARE_DIR: &str = "/firmware";
-/// Where the kernel is in the jail, at the boot of a template.
-pub(crate) const KERNEL: &str = "/boot/vmlinuz";
-/// Where the initial file system is in the jail, at the boot of a template.
-pub(crate) const INITRAMFS: &str = "/boot/initramfs";
+/// Where kernel and initial file system are in the jail, at the boot of a template.
+pub(crate) const BOOT_DIR: &str = "/boot";
+/// The kernel there.
+pub(crate) const KERNEL: &str = "vmlinuz";
+/// The initial file system there.
+pub(crate) const INITRAMFS: &str = "initramfs";
 /// The machine type; part of what a template needs.
 pub(crate) const MACHINE_TYPE: &str = "microvm";
 /// Block node of the root disk, for commands that name it.
@@ -132,7 +134,8 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
 
     match machine.origin {
         Origin::Boot { kernel_command_line } => {
-            add(&["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", kernel_command_line]);
+            add(&["-kernel", &format!("{BOOT_DIR}/{KERNEL}"), "-initrd", &format!("{BOOT_DIR}/{INITRAMFS}")]);
+            add(&["-append", kernel_command_line]);
         }
         Origin::Snapshot => add(&["-S", "-incoming", "defer"]),
     }
@@ -179,6 +182,9 @@ pub(crate) fn kernel_command_line(accelerator: Accelerator, tsc_khz: u64) -> Str
         }
     }
 }
+
+/// The kernel's command line where it shall only show that it runs.
+pub(crate) const PROBE_COMMAND_LINE: &str = "console=ttyS0 earlyprintk=ttyS0 panic=-1 reboot=t rdinit=/init";
 
 /// Timer ticks a second of the guest's kernel (Debian's `CONFIG_HZ`).
 const GUEST_HZ: u64 = 250;

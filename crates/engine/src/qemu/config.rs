@@ -4,6 +4,7 @@ use std::{
     fs, io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
+    sync::Mutex,
     time::Duration,
 };
 
@@ -176,13 +177,14 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
             tsc_khz: None,
         },
         limits: config.limits,
+        booting: Mutex::default(),
         machines_dir,
         kernel,
         initramfs,
     };
     let accelerator = match config.accelerator {
         AcceleratorChoice::Tcg => Accelerator::Tcg,
-        choice => match probe::kvm(&host, &config.runtime_dir).await {
+        choice => match probe::kvm(&host, &config.runtime_dir.join("kvm.json")).await {
             probe::KvmVerdict::Works => Accelerator::Kvm,
             probe::KvmVerdict::Unusable(why) if choice == AcceleratorChoice::Kvm => {
                 return Err(EngineError::Unsupported { missing: "KVM".to_owned(), why });

@@ -1,8 +1,7 @@
 //! The wall around the emulator.
 //!
-//! Made in two steps. In the child, before it becomes bubblewrap ([`Preparation`]): it joins the
-//! machine's control group, drops its limits and, when the server runs as root, becomes nobody. Nobody
-//! cannot reach into a private data directory, so the few directories the emulator may see are first
+//! Made in two steps. In the child, before it becomes bubblewrap ([`Preparation`]): it lowers its limits
+//! and, when the server runs as root, becomes nobody. Nobody cannot reach into a private data directory, so the few directories the emulator may see are first
 //! bound to fixed names in a mount namespace of the child's own. Then bubblewrap: all namespaces
 //! unshared, no capability, an assembled root with the emulator and its libraries only, read-only, the
 //! machine's own directory as the one place it may write to.
@@ -11,12 +10,8 @@
 
 use std::{
     ffi::CString,
-    fs::File,
     io,
-    os::{
-        fd::{AsRawFd, RawFd},
-        unix::ffi::OsStrExt,
-    },
+    os::{fd::RawFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
 };
 
@@ -54,8 +49,6 @@ pub(crate) struct Jail<'a> {
     pub(crate) info: RawFd,
     /// Descriptors the program inherits, under the same numbers; all others are closed.
     pub(crate) inherited: Vec<RawFd>,
-    /// Files of the control groups to join.
-    pub(crate) groups: &'a [File],
     /// Limits per process.
     pub(crate) limits: ProcessLimits,
 }
@@ -117,7 +110,6 @@ fn staged(index: usize) -> String {
 
 /// What the child does before it becomes bubblewrap: system calls only, everything is allocated here.
 struct Preparation {
-    groups: Vec<RawFd>,
     /// Source, its staged name, whether it is a directory. Empty unless the server is root.
     staging: Vec<(CString, CString, bool)>,
     as_root: bool,
@@ -139,7 +131,6 @@ impl Preparation {
         let mut inherited = jail.inherited.clone();
         inherited.push(jail.info);
         Ok(Self {
-            groups: jail.groups.iter().map(AsRawFd::as_raw_fd).collect(),
             staging,
             as_root,
             kvm: if jail.with_kvm && as_root { Some(c_string(&Path::new(STAGE).join("kvm"))?) } else { None },
@@ -154,10 +145,6 @@ impl Preparation {
     }
 
     fn run(&self) -> io::Result<()> {
-        for group in &self.groups {
-            // SAFETY: the descriptor is open and the buffer is one byte long.
-            check(unsafe { libc::write(*group, c"0".as_ptr().cast(), 1) })?;
-        }
         if self.as_root {
             self.stage()?;
             self.become_nobody()?;

@@ -19,6 +19,7 @@ use super::{
     Host,
     cgroup::Cgroup,
     command_line::{self, MachineArguments, Origin},
+    config::joined,
     jail::{Jail, Mount, ProcessLimits},
     machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, Processes},
     process::ProcessId,
@@ -81,8 +82,6 @@ impl Launch<'_> {
         let (control, link, console) = (bind(CONTROL)?, bind(LINK)?, bind(CONSOLE)?);
         let (info_read, info_write) =
             nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| host_error("make a pipe", error))?;
-        let groups = self.cgroup.open_for_joining().map_err(EngineError::host("open the machine's control group"))?;
-
         let arguments = command_line::arguments(&MachineArguments {
             name: self.name,
             shape: self.shape,
@@ -107,7 +106,6 @@ impl Launch<'_> {
                 .into_iter()
                 .chain(self.device_state.map(AsRawFd::as_raw_fd))
                 .collect(),
-            groups: &groups,
             limits: ProcessLimits {
                 address_space_bytes: (self.shape.memory_mib << 20) + ADDRESS_SPACE_MARGIN,
                 // The memory file is written to while a template boots.
@@ -121,7 +119,7 @@ impl Launch<'_> {
         let mut child = command
             .spawn()
             .map_err(EngineError::host(format!("start {} for the emulator", host.bubblewrap.display())))?;
-        drop((info_write, groups));
+        drop(info_write);
         let complaints = match child.stderr.take() {
             Some(stderr) => Tail::follow(stderr, COMPLAINT_BYTES),
             None => Tail::empty(),
@@ -140,12 +138,18 @@ impl Launch<'_> {
             let processes = Processes { bubblewrap, emulator };
             started(processes)?;
             let jailed = begin.elapsed();
+            // While the emulator gets ready: joining a group can take as long as that. No guest runs yet.
+            let (group, pids) = (self.cgroup.clone(), [bubblewrap.pid, emulator.pid]);
+            let join = tokio::task::spawn_blocking(move || group.join(&pids));
             let qmp = Qmp::open(stream, self.patience).await?;
+            let answered = begin.elapsed();
+            joined(join.await).map_err(EngineError::host("put the emulator into its control group"))?;
             tracing::debug!(
                 machine = self.name,
                 spawn_ms = millis(spawned),
                 jail_ms = millis(jailed - spawned),
-                emulator_ms = millis(begin.elapsed() - jailed),
+                emulator_ms = millis(answered - jailed),
+                group_ms = millis(begin.elapsed() - answered),
                 "emulator started"
             );
             Ok((processes, qmp, console_tail))

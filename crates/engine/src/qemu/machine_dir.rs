@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use stockade_model::MachineId;
 use tokio::net::UnixStream;
 
-use super::{cgroup::Cgroup, jail::NOBODY, process::ProcessId};
+use super::{cgroup::Cgroup, command_line, jail::NOBODY, process::ProcessId};
 
 /// The emulator's control channel.
 pub(crate) const CONTROL: &str = "control.sock";
@@ -106,8 +106,23 @@ impl MachineDir {
     /// Puts a copy of an empty layer in place.
     pub(crate) fn add_disk(&self, empty: &Path) -> io::Result<()> {
         fs::copy(empty, self.disk())?;
+        self.give_disk()
+    }
+
+    /// Lets the emulator have the disk that is in place.
+    pub(crate) fn give_disk(&self) -> io::Result<()> {
         fs::set_permissions(self.disk(), fs::Permissions::from_mode(0o600))?;
         give_to_nobody(&self.disk())
+    }
+
+    /// Puts copies of kernel and initial file system in place: the originals may be closed to nobody.
+    pub(crate) fn add_kernel(&self, kernel: &Path, initramfs: &Path) -> io::Result<()> {
+        for (from, name) in [(kernel, command_line::KERNEL), (initramfs, command_line::INITRAMFS)] {
+            let copy = self.disk_dir().join(name);
+            fs::copy(from, &copy)?;
+            give_to_nobody(&copy)?;
+        }
+        Ok(())
     }
 
     /// Binds a socket that the emulator will listen to. Only this user can connect.

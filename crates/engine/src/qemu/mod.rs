@@ -12,7 +12,7 @@
 use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -26,6 +26,8 @@ mod clock;
 mod command_line;
 mod config;
 mod jail;
+#[cfg(test)]
+mod jail_tests;
 mod launch;
 mod machine;
 mod machine_dir;
@@ -33,6 +35,7 @@ mod manifest;
 mod memory;
 mod probe;
 mod process;
+mod qemu_img;
 mod qmp;
 mod remains;
 mod restore;
@@ -72,6 +75,15 @@ pub(crate) struct Host {
     pub(crate) boot_id: String,
     pub(crate) needs: manifest::Needs,
     pub(crate) limits: Limits,
+    /// Machines that templates are being booted on; no record outside the engine names them.
+    pub(crate) booting: Mutex<BTreeSet<MachineId>>,
+}
+
+impl Host {
+    /// The name a machine's processes and groups carry.
+    pub(crate) fn name_of(&self, machine: &MachineId) -> String {
+        format!("{}{machine}", self.prefix)
+    }
 }
 
 impl QemuEngine {

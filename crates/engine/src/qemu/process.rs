@@ -54,14 +54,6 @@ impl ProcessId {
         }
         Ok(Some(PidFd { fd }))
     }
-
-    /// Kills it if it still runs.
-    pub(crate) fn kill(&self) -> io::Result<()> {
-        match self.open()? {
-            Some(process) => process.kill(),
-            None => Ok(()),
-        }
-    }
 }
 
 /// A descriptor for one process.
@@ -157,11 +149,11 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep starts");
         let process = ProcessId::of(i32::try_from(child.id()).expect("small")).expect("it runs");
         let descriptor = process.open().expect("opens").expect("it runs");
-        process.kill().expect("killed");
+        descriptor.kill().expect("killed");
         descriptor.wait().await.expect("waited");
         child.wait().expect("reaped");
         assert!(!process.is_alive());
         assert!(process.open().expect("opens").is_none());
-        process.kill().expect("killing it again is fine");
+        descriptor.kill().expect("killing it again is fine");
     }
 }

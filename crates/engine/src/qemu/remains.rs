@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
     path::PathBuf,
+    sync::PoisonError,
     time::Duration,
 };
 
@@ -43,65 +44,99 @@ impl Remains {
 
     /// Ends and removes all of it. Repeatable. The directory goes last: it is what a sweep finds the rest by.
     pub(crate) async fn remove(&self) -> Result<(), EngineError> {
-        let ended = async {
-            for process in &self.processes {
-                process.kill()?;
-            }
-            self.cgroup.destroy(END_PATIENCE).await?;
-            for process in &self.processes {
-                if let Some(descriptor) = process.open()? {
-                    tokio::time::timeout(END_PATIENCE, descriptor.wait()).await??;
-                }
-            }
-            Ok::<(), io::Error>(())
-        };
-        ended.await.map_err(EngineError::host("end the machine's processes"))?;
+        self.end_processes().await.map_err(EngineError::host("end the machine's processes"))?;
         if let Some(path) = &self.unfinished_template {
             remove_tree(path).map_err(EngineError::host(format!("remove {}", path.display())))?;
         }
         self.directory.remove().map_err(EngineError::host(format!("remove {:?}", self.directory)))
     }
+
+    async fn end_processes(&self) -> io::Result<()> {
+        let mut ending = Vec::new();
+        for process in &self.processes {
+            if let Some(descriptor) = process.open()? {
+                descriptor.kill()?;
+                ending.push(descriptor);
+            }
+        }
+        self.cgroup.kill();
+        for descriptor in ending {
+            tokio::time::timeout(END_PATIENCE, descriptor.wait()).await??;
+        }
+        self.cgroup.destroy(END_PATIENCE).await
+    }
 }
 
 /// Removes a half-started machine unless told that it is whole; also when the start is cancelled.
 #[derive(Debug)]
-pub(crate) struct Undo(Option<Remains>);
+pub(crate) struct Undo {
+    remains: Option<Remains>,
+    /// The name its processes carry, for those that nobody has told us of yet.
+    name: String,
+}
 
 impl Undo {
-    pub(crate) fn new(remains: Remains) -> Self {
-        Self(Some(remains))
+    pub(crate) fn new(remains: Remains, name: String) -> Self {
+        Self { remains: Some(remains), name }
     }
 
     /// Names more that has to be removed.
     pub(crate) fn update(&mut self, change: impl FnOnce(&mut Remains)) {
-        if let Some(remains) = &mut self.0 {
+        if let Some(remains) = &mut self.remains {
             change(remains);
         }
     }
 
     /// The machine is whole.
     pub(crate) fn disarm(mut self) {
-        self.0.take();
+        self.remains.take();
     }
 
     /// Removes it now.
     pub(crate) async fn run(mut self) {
-        if let Some(remains) = &self.0
-            && let Err(error) = remains.remove().await
+        if let Some(remains) = &mut self.remains
+            && let Err(error) = remove_all(remains, &self.name).await
         {
             tracing::warn!(%error, "a failed start left something behind; the next sweep removes it");
         }
-        self.0.take();
+        self.remains.take();
     }
 }
 
 impl Drop for Undo {
     fn drop(&mut self) {
-        let Some(remains) = self.0.take() else { return };
+        let Some(remains) = self.remains.take() else { return };
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(Undo(Some(remains)).run());
+            let undo = Self { remains: Some(remains), name: std::mem::take(&mut self.name) };
+            runtime.spawn(undo.run());
         }
     }
+}
+
+/// The jail's process may still be making the emulator's: repeated until nothing of that name is found.
+async fn remove_all(remains: &mut Remains, name: &str) -> Result<(), EngineError> {
+    loop {
+        let processes = named_processes(name).map_err(EngineError::host("list processes"))?;
+        if processes.is_empty() {
+            return remains.remove().await;
+        }
+        remains.processes.extend(processes.into_iter().map(|(_, process)| process));
+        remains.end_processes().await.map_err(EngineError::host("end the machine's processes"))?;
+    }
+}
+
+/// Processes of ours whose machine's name begins with `prefix`, by the rest of the name.
+fn named_processes(prefix: &str) -> io::Result<Vec<(String, ProcessId)>> {
+    let mut found = Vec::new();
+    for (pid, arguments) in processes_with_arguments()? {
+        let name = arguments.iter().find_map(|word| word.strip_prefix("guest=")?.strip_prefix(prefix));
+        if let (Some(name), true) = (name, is_of_ours(pid))
+            && let Ok(process) = ProcessId::of(pid)
+        {
+            found.push((name.to_owned(), process));
+        }
+    }
+    Ok(found)
 }
 
 /// Everything of this data directory that is not in `keep`: by directory, by control group, and by the
@@ -114,7 +149,9 @@ pub(crate) fn find(host: &Host, keep: &BTreeSet<MachineId>) -> Result<BTreeMap<M
         processes: Vec::new(),
         unfinished_template: None,
     };
-    let is_wanted = |name: &str| name.parse::<MachineId>().ok().filter(|id| !keep.contains(id));
+    let busy = host.booting.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let is_kept = |id: &MachineId| keep.contains(id) || busy.contains(id);
+    let is_wanted = |name: &str| name.parse::<MachineId>().ok().filter(|id| !is_kept(id));
 
     let directory = &host.machines_dir;
     let entries = fs::read_dir(directory).map_err(EngineError::host(format!("list {}", directory.display())))?;
@@ -132,16 +169,10 @@ pub(crate) fn find(host: &Host, keep: &BTreeSet<MachineId>) -> Result<BTreeMap<M
         let Some(id) = is_wanted(&name) else { continue };
         found.entry(id.clone()).or_insert_with(|| unknown(&id)).cgroup = group;
     }
-    let processes = processes_with_arguments().map_err(EngineError::host("list processes"))?;
-    for (pid, arguments) in processes {
-        let name = arguments.iter().find_map(|word| word.strip_prefix("guest=")?.strip_prefix(host.prefix.as_str()));
-        let Some(id) = name.and_then(is_wanted) else { continue };
-        if !is_of_ours(pid) {
-            continue;
-        }
-        if let Ok(process) = ProcessId::of(pid) {
-            found.entry(id.clone()).or_insert_with(|| unknown(&id)).processes.push(process);
-        }
+    let processes = named_processes(&host.prefix).map_err(EngineError::host("list processes"))?;
+    for (name, process) in processes {
+        let Some(id) = is_wanted(&name) else { continue };
+        found.entry(id.clone()).or_insert_with(|| unknown(&id)).processes.push(process);
     }
     Ok(found)
 }

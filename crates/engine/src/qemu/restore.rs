@@ -32,6 +32,8 @@ use super::{
 use crate::EngineError;
 
 const CONSOLE_BYTES: usize = 64 << 10;
+/// With so many templates loaded, those without a machine are let go.
+const MOST_IDLE_MEMORIES: usize = 4;
 
 /// Memory of templates in use, by directory and checksum. Loaded once, shared by all their machines.
 #[derive(Debug, Default)]
@@ -54,6 +56,10 @@ impl Memories {
             let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
             // Templates that were removed need no memory for further machines.
             loaded.retain(|(directory, _), _| directory.exists());
+            if loaded.len() >= MOST_IDLE_MEMORIES {
+                let is_used = |memory: &Arc<SealedMemory>| Arc::strong_count(memory) > 1;
+                loaded.retain(|_, loading| Arc::strong_count(loading) > 1 || loading.get().is_some_and(is_used));
+            }
             let key = (template.to_owned(), manifest.digest(MEMORY).to_owned());
             loaded.entry(key).or_default().clone()
         };
@@ -64,6 +70,7 @@ impl Memories {
 
 /// From a machine that maps it already (this server was restarted), or from the template's file.
 async fn load(host: &Host, template: &Path, manifest: &Manifest) -> Result<Arc<SealedMemory>, EngineError> {
+    manifest.check_contents(template)?;
     let path = template.join(MEMORY);
     let holders = holders(host, template);
     let (expected, bytes) = (manifest.digest(MEMORY).to_owned(), manifest.shape.memory_mib << 20);
@@ -125,7 +132,7 @@ pub(crate) async fn start(
         is_complete: false,
     };
     directory.create().map_err(EngineError::host(format!("make the directory of {machine}")))?;
-    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id));
+    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(machine));
     let mut restore = Restore { host, manifest: &manifest, template: &template, directory: &directory, record };
     match restore.run(&memory, &mut undo).await {
         Ok(launched) => {
@@ -190,7 +197,7 @@ impl Restore<'_> {
             |source: PathBuf, target: &str, is_writable| Mount { source, target: target.to_owned(), is_writable };
         let cgroup = self.record.cgroup.clone();
         let launch = Launch {
-            name: &format!("{}{}", host.prefix, self.record.machine),
+            name: &host.name_of(&self.record.machine),
             directory: self.directory,
             shape: self.manifest.shape,
             accelerator: host.accelerator,

@@ -18,7 +18,7 @@ use crate::EngineError;
 
 const FIRMWARE: [&str; 4] = ["bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin"];
 const DIRECTORIES: [&str; 6] = ["proc", "dev", "machine", "template", "boot", "tmp"];
-const MOUNT_POINTS: [&str; 5] = ["dev/null", "dev/urandom", "dev/kvm", "boot/vmlinuz", "boot/initramfs"];
+const MOUNT_POINTS: [&str; 3] = ["dev/null", "dev/urandom", "dev/kvm"];
 
 /// An assembled root.
 #[derive(Clone, Debug)]

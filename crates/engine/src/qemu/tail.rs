@@ -15,7 +15,13 @@ use tokio::{
 #[derive(Clone, Debug)]
 pub(crate) struct Tail {
     bytes: Arc<Mutex<VecDeque<u8>>>,
-    ended: watch::Receiver<bool>,
+    progress: watch::Receiver<Progress>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    bytes_seen: u64,
+    has_ended: bool,
 }
 
 impl Tail {
@@ -23,38 +29,59 @@ impl Tail {
     pub(crate) fn follow(mut stream: impl AsyncRead + Send + Unpin + 'static, most: usize) -> Self {
         let bytes = Arc::new(Mutex::new(VecDeque::new()));
         let kept = bytes.clone();
-        let (sender, ended) = watch::channel(false);
+        let (sender, progress) = watch::channel(Progress::default());
         tokio::spawn(async move {
             let mut buffer = [0; 4096];
             while let Ok(read) = stream.read(&mut buffer).await {
                 if read == 0 {
                     break;
                 }
-                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-                kept.extend(&buffer[..read]);
-                let excess = kept.len().saturating_sub(most);
-                kept.drain(..excess);
+                {
+                    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                    kept.extend(&buffer[..read]);
+                    let excess = kept.len().saturating_sub(most);
+                    kept.drain(..excess);
+                }
+                sender.send_modify(|progress| progress.bytes_seen += read as u64);
             }
-            let _ = sender.send(true);
+            sender.send_modify(|progress| progress.has_ended = true);
         });
-        Self { bytes, ended }
+        Self { bytes, progress }
     }
 
     /// An empty one.
     pub(crate) fn empty() -> Self {
-        Self { bytes: Arc::default(), ended: watch::channel(true).1 }
+        let ended = Progress { bytes_seen: 0, has_ended: true };
+        Self { bytes: Arc::default(), progress: watch::channel(ended).1 }
     }
 
     /// Waits for the end of the stream, not for long.
     pub(crate) async fn finish(&self, patience: Duration) {
-        let mut ended = self.ended.clone();
-        let _ = tokio::time::timeout(patience, ended.wait_for(|ended| *ended)).await;
+        let mut progress = self.progress.clone();
+        let _ = tokio::time::timeout(patience, progress.wait_for(|progress| progress.has_ended)).await;
+    }
+
+    /// Waits until the kept bytes hold a text; false: the stream ended before.
+    pub(crate) async fn shows(&self, text: &str) -> bool {
+        let mut progress = self.progress.clone();
+        loop {
+            let has_ended = progress.borrow_and_update().has_ended;
+            if String::from_utf8_lossy(&self.kept()).contains(text) {
+                return true;
+            }
+            if has_ended || progress.changed().await.is_err() {
+                return false;
+            }
+        }
     }
 
     /// What is kept, made printable, at most `lines` of it.
     pub(crate) fn last_lines(&self, lines: usize) -> String {
-        let bytes: Vec<u8> = self.bytes.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
-        printable(&bytes, lines)
+        printable(&self.kept(), lines)
+    }
+
+    fn kept(&self) -> Vec<u8> {
+        self.bytes.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
     }
 }
 

@@ -9,13 +9,13 @@ use std::{
     io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, PoisonError},
     time::{Duration, Instant},
 };
 
 use serde_json::json;
 use stockade_model::MachineId;
-use tokio::{process::Command, sync::broadcast};
+use tokio::sync::broadcast;
 
 use super::{
     Host, agent, clock, command_line,
@@ -25,7 +25,7 @@ use super::{
     launch::{Launch, Launched, SHOWN_LINES, with_complaints},
     machine_dir::{LINK, MachineDir, Record, give_to_nobody, take_back},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, MEMORY, Manifest, ROOT},
-    memory,
+    memory, qemu_img,
     qmp::{CLOSED, Qmp, QmpEvent},
     remains::{Remains, Undo},
 };
@@ -46,7 +46,8 @@ pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progre
         memory_fd: -1,
         is_complete: false,
     };
-    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id));
+    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
+    let _booting = Booting::new(host, &machine);
     let mut attempt = Boot { host, boot, unfinished: &unfinished, directory: &directory, record };
     match attempt.run(progress, &mut undo).await {
         Ok(()) => {
@@ -71,6 +72,25 @@ fn unfinished_name(directory: &Path, machine: &MachineId) -> Result<PathBuf, Eng
     let parent = directory.parent().ok_or_else(|| refuse(io::ErrorKind::InvalidInput.into()))?;
     let parent = fs::canonicalize(parent).map_err(EngineError::host(format!("find {}", parent.display())))?;
     Ok(parent.join(format!("{}.unfinished-{machine}", name.to_string_lossy())))
+}
+
+/// Keeps a sweep from taking the machine for a leftover.
+struct Booting<'a> {
+    host: &'a Host,
+    machine: MachineId,
+}
+
+impl<'a> Booting<'a> {
+    fn new(host: &'a Host, machine: &MachineId) -> Self {
+        host.booting.lock().unwrap_or_else(PoisonError::into_inner).insert(machine.clone());
+        Self { host, machine: machine.clone() }
+    }
+}
+
+impl Drop for Booting<'_> {
+    fn drop(&mut self) {
+        self.host.booting.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.machine);
+    }
 }
 
 struct Boot<'a> {
@@ -98,8 +118,12 @@ impl Boot<'_> {
         progress("booting");
         let begin = Instant::now();
         let launched = self.launch(undo).await?;
-        let booted = self.wait_until_booted(&launched).await;
-        booted.map_err(|error| with_console(with_complaints(error, &launched.complaints), &launched))?;
+        if let Err(error) = self.wait_until_booted(&launched).await {
+            if !matches!(error, EngineError::GuestSilent { .. }) {
+                launched.console.finish(Duration::from_secs(1)).await;
+            }
+            return Err(with_console(with_complaints(error, &launched.complaints), &launched));
+        }
         progress(&format!("booted in {:.1} s", begin.elapsed().as_secs_f64()));
 
         progress("keeping memory and devices");
@@ -134,10 +158,12 @@ impl Boot<'_> {
         take_back(&path(ROOT)).map_err(EngineError::host("set the root disk's rights"))?;
 
         let layer = format!("{}/{ROOT}", command_line::TEMPLATE_DIR);
-        self.create_layer(&path(DISK), &layer, "raw").await?;
+        qemu_img::create(&self.host.qemu_img, &path(DISK), Some((&layer, "raw")), self.boot.shape.disk_mib).await?;
         let layer = format!("{}/{DISK}", command_line::TEMPLATE_DIR);
-        self.create_layer(&path(MACHINE_LAYER), &layer, "qcow2").await?;
+        let below = Some((layer.as_str(), "qcow2"));
+        qemu_img::create(&self.host.qemu_img, &path(MACHINE_LAYER), below, self.boot.shape.disk_mib).await?;
         let prepare = || {
+            self.directory.add_kernel(&self.host.kernel, &self.host.initramfs)?;
             File::create_new(path(MEMORY))?.set_len(self.boot.shape.memory_mib << 20)?;
             File::create_new(path(DEVICE_STATE))?;
             // The emulator opens these two by name, as nobody.
@@ -146,22 +172,6 @@ impl Boot<'_> {
         };
         prepare().map_err(EngineError::host("make the template's files"))?;
         Ok(digest)
-    }
-
-    async fn create_layer(&self, layer: &Path, below: &str, format: &str) -> Result<(), EngineError> {
-        // `-u`: the layer below has its name in the jail only.
-        let output = Command::new(&self.host.qemu_img)
-            .args(["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", format])
-            .arg(layer)
-            .arg(format!("{}M", self.boot.shape.disk_mib))
-            .output()
-            .await
-            .map_err(EngineError::host(format!("run {}", self.host.qemu_img.display())))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        let detail = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        Err(EngineError::Emulator { step: "make a disk layer", detail })
     }
 
     fn open(&self, name: &str) -> Result<File, EngineError> {
@@ -179,7 +189,7 @@ impl Boot<'_> {
             |source: PathBuf, target: &str, is_writable| Mount { source, target: target.to_owned(), is_writable };
         let cgroup = self.record.cgroup.clone();
         let launch = Launch {
-            name: &format!("{}{}", host.prefix, self.record.machine),
+            name: &host.name_of(&self.record.machine),
             directory: self.directory,
             shape: self.boot.shape,
             accelerator: host.accelerator,
@@ -188,8 +198,7 @@ impl Boot<'_> {
             mounts: vec![
                 mount(self.unfinished.to_owned(), command_line::TEMPLATE_DIR, false),
                 mount(self.unfinished.join(DISK), &disk, true),
-                mount(host.kernel.clone(), command_line::KERNEL, false),
-                mount(host.initramfs.clone(), command_line::INITRAMFS, false),
+                mount(self.directory.disk_dir(), command_line::BOOT_DIR, false),
             ],
             memory: &memory,
             device_state: None,
@@ -214,9 +223,19 @@ impl Boot<'_> {
             let mut stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
             agent::settle(&mut stream, patience).await
         };
-        tokio::select! {
+        let told = tokio::select! {
             result = link => result,
-            detail = ended(&mut events) => Err(EngineError::Emulator { step: "boot", detail }),
+            detail = ended(&mut events) => return Err(EngineError::Emulator { step: "boot", detail }),
+        };
+        match told {
+            // The link broke: most likely because the machine ended, which is the better explanation.
+            Err(error @ (EngineError::LinkBroken { .. } | EngineError::Host { .. })) => {
+                match tokio::time::timeout(Duration::from_secs(2), ended(&mut events)).await {
+                    Ok(detail) => Err(EngineError::Emulator { step: "boot", detail }),
+                    Err(_) => Err(error),
+                }
+            }
+            told => told,
         }
     }
 

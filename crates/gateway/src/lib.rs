@@ -1,0 +1,30 @@
+//! The network outside of the guests: where they may connect, under which names, and which credentials are put on
+//! the wire for them.
+//!
+//! ```text
+//! QEMU -netdev stream ── frames ──> net (Ethernet, ARP, DNS, TCP in user space)
+//!                                     │ flows                     ┌─ policy: may it? (pure)
+//!                                     └──> proxy ── asks ─────────┼─ broker: which values, where
+//!                                            │                    └─ audit: one record per decision
+//!                                            └── dials ──> upstream (resolver, dialer) ──> the world
+//! ```
+//!
+//! A guest's packet never reaches a socket of the host except through a decision. The crate never opens the store:
+//! policies, secrets, names and the certificate authority are handed in, records are handed out.
+
+pub mod audit;
+pub mod broker;
+pub mod dns;
+mod gateway;
+mod limits;
+pub mod net;
+pub mod policy;
+pub mod proxy;
+mod sandbox;
+mod upstream;
+
+pub use gateway::{AttachError, AttachSpec, Attachment, Gateway, GatewayConfig, GatewayError, Inbound, Stats};
+pub use limits::Limits;
+pub use net::Framing;
+pub use proxy::{AuthorityError, CertificateAuthority};
+pub use upstream::{BoxIo, Dialer, Io, ResolveError, Resolver, SystemDialer, SystemResolver};

@@ -1,0 +1,47 @@
+//! The guest's side of the network: frames in, byte streams out. Nothing here knows a policy.
+//!
+//! ```text
+//! link ── frames ──> read::Reader ──> frame::parse ──┬─ ARP, echo ──────────> answered here
+//!   ^                                                ├─ UDP 53 ─────────────> Guard::dns
+//!   │                                                ├─ other UDP ──────────> ICMP port unreachable
+//!   │                                                └─ TCP ─> flow by 4-tuple, or Guard::syn for a new one
+//!   └── write::Outbox <── frames of all flows              │ accepted
+//!                                                          └─> FlowStream ─> Guard::serve (a task per flow)
+//! ```
+//!
+//! Each flow has a smoltcp interface and socket of its own, so that a packet costs the same with one flow as with ten
+//! thousand. A flow is driven by whoever has something for it: the reader (a segment), its handler (bytes read or
+//! written), the writer (room in the outbox), the clock (a timer). All of them hold the flow's lock while they do.
+//!
+//! Rules that hold for every frame: IPv4 only, source address the guest's, no options, no fragments, valid headers.
+//! Others are dropped and counted. A frame longer than QEMU sends ends the link.
+
+mod buffer;
+mod clock;
+mod flow;
+pub mod frame;
+mod link;
+mod outbox;
+mod stream;
+
+pub(crate) use self::{
+    flow::{Flow, FlowFacts, FlowKey, Mode},
+    link::{Guard, Link, LinkOptions, Syn},
+    stream::{FlowStream, splice},
+};
+pub use self::{frame::Drops, link::Framing};
+
+use std::net::Ipv4Addr;
+
+/// The address every guest has: links are private, so that all are alike and snapshots need no new ones.
+pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 123, 0, 2);
+/// The guest's router and name server.
+pub const GATEWAY_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 123, 0, 1);
+/// The length of the link's prefix.
+pub const PREFIX_LENGTH: u8 = 30;
+/// The MAC address to give the guest's NIC.
+pub const GUEST_MAC: [u8; 6] = [0x02, 0x53, 0x54, 0x4b, 0x00, 0x02];
+/// The MAC address the gateway answers with.
+pub const GATEWAY_MAC: [u8; 6] = [0x02, 0x53, 0x54, 0x4b, 0x00, 0x01];
+/// The MTU to give the guest's NIC (`host_mtu=`); a smaller one works and is slower.
+pub const MTU: u16 = 65_520;

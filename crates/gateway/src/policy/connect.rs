@@ -1,0 +1,218 @@
+//! The question of every connection: may this destination be reached on this port, and what may be spoken?
+
+use std::{borrow::Cow, fmt, net::IpAddr};
+
+use super::{
+    Action, AddressClass, CompiledPolicy, DefaultAction, L7,
+    addresses::unmapped,
+    classify,
+    compile::{CompiledRule, Layer},
+};
+
+/// Where a connection goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Destination<'a> {
+    /// A name that was not resolved yet: judged as well as it can be; ask again with the address.
+    Name(&'a str),
+    /// A name and the address it will be dialled at.
+    Resolved(&'a str, IpAddr),
+    /// An address the guest used by itself.
+    Address(IpAddr),
+}
+
+/// Why a connection is allowed or refused.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Reason {
+    /// A rule says so.
+    Rule,
+    /// No rule matches.
+    Default,
+    /// The address is private or special.
+    PrivateAddress,
+    /// The address serves cloud metadata.
+    MetadataAddress,
+    /// The address is the host's own.
+    HostAddress,
+    /// The operator closed it.
+    Operator,
+    /// The layers allow nothing in common.
+    NothingInCommon,
+}
+
+impl Reason {
+    /// A stable word for records.
+    pub fn code(self) -> &'static str {
+        match self {
+            Self::Rule => "rule",
+            Self::Default => "default",
+            Self::PrivateAddress => "private_address",
+            Self::MetadataAddress => "metadata_address",
+            Self::HostAddress => "host_address",
+            Self::Operator => "operator",
+            Self::NothingInCommon => "layers_disagree",
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rule => "a rule of the policy says so",
+            Self::Default => "no rule of the policy allows it",
+            Self::PrivateAddress => "private and special addresses are closed",
+            Self::MetadataAddress => "metadata addresses are always closed",
+            Self::HostAddress => "the host's own addresses are closed",
+            Self::Operator => "the operator closed it",
+            Self::NothingInCommon => "the layers of the policy allow no protocol in common",
+        })
+    }
+}
+
+/// The answer.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Decision {
+    /// Whether the connection may be made.
+    pub allowed: bool,
+    /// What may be spoken on it.
+    pub l7: L7,
+    /// The rule that decided, if one did.
+    pub rule: Option<String>,
+    /// Why.
+    pub reason: Reason,
+}
+
+impl Decision {
+    fn deny(reason: Reason) -> Self {
+        Self { allowed: false, l7: L7::Web, rule: None, reason }
+    }
+}
+
+impl CompiledPolicy {
+    /// Judges a destination. `host` are the host's own addresses.
+    pub fn connect(&self, destination: Destination<'_>, port: u16, host: &[IpAddr]) -> Decision {
+        let (name, address) = match destination {
+            Destination::Name(name) => (Some(name), None),
+            Destination::Resolved(name, address) => (Some(name), Some(unmapped(address))),
+            Destination::Address(address) => (None, Some(unmapped(address))),
+        };
+        if let Some(reason) = self.closed_by_floor(name, address, port, host) {
+            return Decision::deny(reason);
+        }
+        let opened = address.is_some_and(|address| classify(address) != AddressClass::Public);
+        let mut combined: Option<Decision> = None;
+        for layer in &self.layers {
+            let decision = self.judge(layer, name, address, port, opened);
+            if !decision.allowed {
+                return decision;
+            }
+            combined = match combined {
+                None => Some(decision),
+                Some(before) => match common(before.l7, decision.l7) {
+                    Some(l7) => Some(Decision { l7, ..decision }),
+                    None => return Decision::deny(Reason::NothingInCommon),
+                },
+            };
+        }
+        combined.unwrap_or_else(|| Decision::deny(Reason::Default))
+    }
+
+    /// Whether a name may be reached on any port at all: whether it is worth an answer.
+    pub fn may_reach(&self, name: &str) -> bool {
+        if self.floor.deny_names.matches(name) {
+            return false;
+        }
+        self.layers.iter().all(|layer| {
+            for rule in &layer.rules {
+                let named = rule.any_destination() || rule.names.matches(name);
+                match rule.action {
+                    Action::Allow if named || self.dns.resolve_unlisted && !rule.networks.is_empty() => return true,
+                    Action::Deny if named && rule.ports.is_all() => return false,
+                    Action::Allow | Action::Deny => {}
+                }
+            }
+            layer.default != DefaultAction::Deny
+        })
+    }
+
+    fn closed_by_floor(
+        &self,
+        name: Option<&str>,
+        address: Option<IpAddr>,
+        port: u16,
+        host: &[IpAddr],
+    ) -> Option<Reason> {
+        let floor = &self.floor;
+        if port == 0 || floor.deny_ports.contains(port) || name.is_some_and(|name| floor.deny_names.matches(name)) {
+            return Some(Reason::Operator);
+        }
+        let address = address?;
+        let opened = floor.open.iter().any(|network| network.contains(&address));
+        match classify(address) {
+            AddressClass::Metadata => Some(Reason::MetadataAddress),
+            _ if floor.deny.iter().any(|network| network.contains(&address)) => Some(Reason::Operator),
+            AddressClass::Private if !opened => Some(Reason::PrivateAddress),
+            _ if !opened && host.contains(&address) => Some(Reason::HostAddress),
+            _ => None,
+        }
+    }
+
+    fn judge(&self, layer: &Layer, name: Option<&str>, address: Option<IpAddr>, port: u16, opened: bool) -> Decision {
+        let matching = layer.rules.iter().find(|rule| self.rule_matches(rule, name, address, port));
+        if let Some(rule) = matching {
+            return Decision {
+                allowed: rule.action == Action::Allow,
+                l7: rule.l7.unwrap_or(if port == 80 || port == 443 { L7::Web } else { L7::Raw }),
+                rule: Some(rule.id.clone()),
+                reason: Reason::Rule,
+            };
+        }
+        // What the operator opened is for those who name it, not for everybody with an open default.
+        let (allowed, l7) = match layer.default {
+            _ if opened => (false, L7::Web),
+            DefaultAction::Deny => (false, L7::Web),
+            DefaultAction::AllowWeb => (port == 80 || port == 443, if port == 80 { L7::Http } else { L7::Tls }),
+            DefaultAction::AllowPublic => (true, if port == 80 || port == 443 { L7::Web } else { L7::Raw }),
+        };
+        Decision { allowed, l7, rule: None, reason: Reason::Default }
+    }
+
+    fn rule_matches(&self, rule: &CompiledRule, name: Option<&str>, address: Option<IpAddr>, port: u16) -> bool {
+        if !rule.ports.contains(port) {
+            return false;
+        }
+        if rule.any_destination() || name.is_some_and(|name| rule.names.matches(name)) {
+            return true;
+        }
+        if rule.networks.is_empty() {
+            return false;
+        }
+        let by_address_alone = name.is_none() || rule.action == Action::Deny || self.dns.resolve_unlisted;
+        match address {
+            Some(address) => by_address_alone && rule.networks.iter().any(|network| network.contains(&address)),
+            // Not resolved yet: hope for the best and ask again.
+            None => rule.action == Action::Allow && self.dns.resolve_unlisted,
+        }
+    }
+}
+
+/// The protocols both allow.
+fn common(one: L7, other: L7) -> Option<L7> {
+    match (one, other) {
+        (L7::Raw, other) => Some(other),
+        (one, L7::Raw) => Some(one),
+        (L7::Web, other) => Some(other),
+        (one, L7::Web) => Some(one),
+        (one, other) => (one == other).then_some(one),
+    }
+}
+
+impl fmt::Display for Destination<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text: Cow<'_, str> = match self {
+            Self::Name(name) => Cow::Borrowed(name),
+            Self::Resolved(name, address) => format!("{name} ({address})").into(),
+            Self::Address(address) => address.to_string().into(),
+        };
+        f.write_str(&text)
+    }
+}

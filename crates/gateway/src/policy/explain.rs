@@ -1,0 +1,135 @@
+//! What would happen to a request, without making it.
+
+use std::net::IpAddr;
+
+use http::{HeaderMap, Method, Uri};
+use serde::Serialize;
+
+use super::{CompiledPolicy, Destination, HttpQuestion, L7, Scheme, normalize_name};
+
+/// The answer to `policy explain`.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct Explanation {
+    /// Whether the request would be sent.
+    pub allowed: bool,
+    /// `pass`, `intercept`, `mediate` (clear-text HTTP), `raw` or `refuse`.
+    pub mode: &'static str,
+    /// The deciding rule, if one decided.
+    pub rule: Option<String>,
+    /// The HTTP rule that would match, if one would.
+    pub http_rule: Option<String>,
+    /// Why, in words.
+    pub reason: String,
+    /// The secrets that would be used.
+    pub secrets: Vec<String>,
+    /// The policy's revision.
+    pub revision: u64,
+}
+
+impl CompiledPolicy {
+    /// Explains `method url`. `addresses` are what the host resolves to, if the caller knows; without them a name is
+    /// judged by name alone. `tcp://host:port` stands for plain TCP.
+    pub fn explain(&self, method: &Method, url: &Uri, addresses: &[IpAddr], host: &[IpAddr]) -> Explanation {
+        let refuse = |reason: String, rule: Option<String>| Explanation {
+            allowed: false,
+            mode: "refuse",
+            rule,
+            http_rule: None,
+            reason,
+            secrets: Vec::new(),
+            revision: self.revision,
+        };
+        let scheme = match url.scheme_str() {
+            Some("http") => Some(Scheme::Http),
+            Some("https") => Some(Scheme::Https),
+            Some("tcp") => None,
+            _ => return refuse("use http://, https:// or tcp://".to_owned(), None),
+        };
+        let port = url.port_u16().or(match scheme {
+            Some(Scheme::Http) => Some(80),
+            Some(Scheme::Https) => Some(443),
+            None => None,
+        });
+        let Some(port) = port else { return refuse("tcp:// needs a port".to_owned(), None) };
+        let text = url.host().unwrap_or("").trim_start_matches('[').trim_end_matches(']');
+        let literal = text.parse::<IpAddr>().ok();
+        let name = normalize_name(text);
+        let decision = match (literal, &name) {
+            (Some(address), _) => self.connect(Destination::Address(address), port, host),
+            (None, Some(name)) => {
+                let resolved =
+                    addresses.iter().map(|address| self.connect(Destination::Resolved(name, *address), port, host));
+                let by_name = self.connect(Destination::Name(name), port, host);
+                let mut all: Vec<_> = resolved.collect();
+                all.sort_by_key(|decision| !decision.allowed);
+                if by_name.allowed { all.into_iter().next().unwrap_or(by_name) } else { by_name }
+            }
+            (None, None) => return refuse(format!("{text:?} is no host name"), None),
+        };
+        if !decision.allowed {
+            return refuse(decision.reason.to_string(), decision.rule);
+        }
+        let spoken = match scheme {
+            Some(Scheme::Http) => matches!(decision.l7, L7::Http | L7::Web | L7::Raw),
+            Some(Scheme::Https) => matches!(decision.l7, L7::Tls | L7::Web | L7::Raw),
+            None => decision.l7 == L7::Raw,
+        };
+        if !spoken {
+            return refuse(format!("only {:?} may be spoken there", decision.l7).to_lowercase(), decision.rule);
+        }
+        let name = name.unwrap_or_default();
+        let mode = match scheme {
+            _ if literal.is_some() && decision.l7 == L7::Raw => "raw",
+            None => "raw",
+            Some(Scheme::Http) if literal.is_none() => "mediate",
+            Some(Scheme::Https) if self.intercepts(&name, port) => "intercept",
+            Some(_) => "pass",
+        };
+        let base = Explanation {
+            allowed: true,
+            mode,
+            rule: decision.rule,
+            http_rule: None,
+            reason: decision.reason.to_string(),
+            secrets: Vec::new(),
+            revision: self.revision,
+        };
+        let Some(scheme) = scheme.filter(|_| matches!(mode, "mediate" | "intercept")) else { return base };
+        self.explain_request(
+            base,
+            HttpQuestion {
+                scheme,
+                host: &name,
+                port,
+                method,
+                path: url.path(),
+                query: url.query(),
+                headers: &HeaderMap::new(),
+            },
+        )
+    }
+
+    fn explain_request(&self, base: Explanation, question: HttpQuestion<'_>) -> Explanation {
+        let decision = self.http(&question);
+        let mut secrets: Vec<String> = decision.secret_names().map(str::to_owned).collect();
+        if question.scheme == Scheme::Https {
+            let here = self.substitutions().filter(|one| one.hosts.matches(question.host));
+            secrets.extend(here.map(|one| one.secret.clone()));
+        }
+        secrets.sort();
+        secrets.dedup();
+        let allowed = decision.is_forwarded();
+        let reason = match decision.rule {
+            Some(rule) if !allowed => format!("rule {rule} says {}", decision.verdict()),
+            _ => base.reason.clone(),
+        };
+        Explanation {
+            allowed,
+            mode: if allowed { base.mode } else { "refuse" },
+            http_rule: decision.rule.map(str::to_owned),
+            reason,
+            secrets: if allowed { secrets } else { Vec::new() },
+            ..base
+        }
+    }
+}

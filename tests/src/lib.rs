@@ -1,0 +1,44 @@
+//! Drives the real `stockade` program and looks at what it leaves on the host.
+//!
+//! ```no_run
+//! # async fn story() {
+//! let server = stockade_system_tests::TestServer::start().await;
+//! let sandbox = server.create("base").await;
+//! assert_eq!(sandbox.shell("echo $((6 * 7))").await.stdout, b"42\n");
+//! server.stop().await;
+//! # }
+//! ```
+//!
+//! Each test has a server of its own with a data directory of its own below `target/`. All share one
+//! template cache there, so the base template is built once. `stockade` itself has to be built before:
+//! `make test` does it.
+
+mod host;
+mod sandbox;
+mod server;
+
+pub use host::Leftovers;
+pub use sandbox::{Ran, Sandbox};
+pub use server::{Ended, TestServer};
+
+use std::path::PathBuf;
+
+/// Where cargo puts what it builds: found from where this program is.
+pub fn target_directory() -> PathBuf {
+    let program = std::env::current_exe().expect("a program has a path");
+    // <target>/<profile>/deps/<test>
+    program.ancestors().nth(3).expect("tests lie three folders below the target directory").to_owned()
+}
+
+/// The root of the source tree.
+pub fn source_directory() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate lies in the workspace").to_owned()
+}
+
+/// The program under test, of the same profile as this test.
+pub fn stockade_program() -> PathBuf {
+    let program = std::env::current_exe().expect("a program has a path");
+    let path = program.ancestors().nth(2).expect("tests lie in deps").join("stockade");
+    assert!(path.exists(), "{} is not built: cargo build -p stockade-cli, or make test", path.display());
+    path
+}

@@ -1,0 +1,311 @@
+//! One server under test.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use reqwest::{Client, Method, RequestBuilder, StatusCode};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::{
+    io::AsyncWriteExt,
+    process::{Child, Command},
+};
+
+use crate::{
+    Leftovers, Sandbox,
+    host::{cgroup_prefix, processes},
+    stockade_program, target_directory,
+};
+
+/// A first start builds the base template, on a slow mirror and behind other tests.
+const START_PATIENCE: Duration = Duration::from_secs(1500);
+const STOP_PATIENCE: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(20);
+
+/// A running `stockade up`. Dropping it ends the server and its machines; [`TestServer::stop`] also
+/// checks that nothing is left.
+pub struct TestServer {
+    data: TempDir,
+    arguments: Vec<String>,
+    running: Option<Running>,
+    client: Client,
+    cgroup_prefix: Option<String>,
+}
+
+struct Running {
+    child: Child,
+    ready: Ready,
+    key: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Ready {
+    http_url: String,
+    https_url: String,
+    base_domain: String,
+    api_key_file: PathBuf,
+    ca_file: PathBuf,
+    pid: u32,
+}
+
+/// How a command of the CLI ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its exit code; `None`: a signal ended it.
+    pub code: Option<i32>,
+    /// What it wrote.
+    pub stdout: Vec<u8>,
+    /// What it said.
+    pub stderr: String,
+}
+
+impl TestServer {
+    /// A server with a data directory of its own and without a pool, so that tests do not pay for
+    /// machines they do not use.
+    pub async fn start() -> Self {
+        Self::start_with(&["--pool", "0"]).await
+    }
+
+    /// The same with more arguments for `stockade up`.
+    pub async fn start_with(arguments: &[&str]) -> Self {
+        // On the file system of the cache, so that templates are linked and not copied; a short path,
+        // because sockets have paths, too.
+        let parent = target_directory().join("t");
+        fs::create_dir_all(&parent).expect("the target directory is ours");
+        let data = tempfile::Builder::new().prefix("").rand_bytes(8).tempdir_in(parent).expect("it can be created");
+        let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        let mut server = Self { data, arguments, running: None, client: Client::new(), cgroup_prefix: None };
+        server.start_again().await;
+        server
+    }
+
+    /// Starts the server over the data directory of one that has ended.
+    pub async fn start_again(&mut self) {
+        assert!(self.running.is_none(), "it still runs");
+        // What is there may be from a server that was killed; the pid in it tells.
+        let log = File::options().create(true).append(true).open(self.log_file()).expect("the log can be opened");
+        let mut child = Command::new(stockade_program())
+            .args(["up", "--http", "127.0.0.1:0", "--https", "127.0.0.1:0", "--no-self-check"])
+            .args(&self.arguments)
+            .env("STOCKADE_DATA_DIR", self.data_dir())
+            .env("STOCKADE_TEMPLATE_CACHE", target_directory().join("template-cache"))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a file can be cloned"))
+            .stderr(log)
+            .spawn()
+            .expect("the program starts");
+        let ready = tokio::time::timeout(START_PATIENCE, async {
+            loop {
+                if let Some(status) = child.try_wait().expect("it is our child") {
+                    panic!("the server ended with {status}:\n{}", self.log());
+                }
+                let ready = fs::read(self.data_dir().join("ready.json")).ok();
+                let ready: Option<Ready> = ready.and_then(|text| serde_json::from_slice(&text).ok());
+                match ready {
+                    Some(ready) if Some(ready.pid) == child.id() => break ready,
+                    _ => tokio::time::sleep(POLL).await,
+                }
+            }
+        })
+        .await
+        .unwrap_or_else(|_| panic!("the server was not ready in time:\n{}", self.log()));
+        let key = fs::read_to_string(&ready.api_key_file).expect("there is a key").trim().to_owned();
+        self.running = Some(Running { child, ready, key });
+    }
+
+    /// Its data directory.
+    pub fn data_dir(&self) -> &Path {
+        self.data.path()
+    }
+
+    /// What the server has written so far, in all its runs.
+    pub fn log(&self) -> String {
+        String::from_utf8_lossy(&fs::read(self.log_file()).unwrap_or_default()).into_owned()
+    }
+
+    fn log_file(&self) -> PathBuf {
+        self.data_dir().join("test-server.log")
+    }
+
+    fn running(&self) -> &Running {
+        self.running.as_ref().expect("the server runs")
+    }
+
+    /// The HTTP client tests share.
+    pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        let running = self.running();
+        self.client
+            .request(method, format!("{}{path}", running.ready.http_url.trim_end_matches('/')))
+            .bearer_auth(&running.key)
+    }
+
+    /// Sends a request that must succeed; returns its JSON, `null` if there is no body.
+    pub async fn json(&self, method: Method, path: &str, body: Option<Value>) -> Value {
+        let (status, value) = self.try_json(method.clone(), path, body).await.expect("the server answers");
+        assert!(status.is_success(), "{method} {path}: {status} {value}");
+        value
+    }
+
+    /// Sends a request; returns status and JSON.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn try_json(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<Value>,
+    ) -> Result<(StatusCode, Value), reqwest::Error> {
+        let mut request = self.request(method, path);
+        if let Some(body) = body {
+            request = request.json(&body);
+        }
+        let answer = request.send().await?;
+        let status = answer.status();
+        let bytes = answer.bytes().await?;
+        let value = serde_json::from_slice(&bytes).unwrap_or_else(|_| match bytes.is_empty() {
+            true => Value::Null,
+            false => Value::String(String::from_utf8_lossy(&bytes).into_owned()),
+        });
+        Ok((status, value))
+    }
+
+    /// Makes a sandbox that lives for an hour.
+    pub async fn create(&self, template: &str) -> Sandbox<'_> {
+        let body = json!({ "template": template, "lifetime_seconds": 3600 });
+        let sandbox = self.json(Method::POST, "/v1/sandboxes", Some(body)).await;
+        Sandbox::new(self, sandbox["id"].as_str().expect("a sandbox has an id"))
+    }
+
+    /// Runs a command of the CLI against this server, with this input.
+    pub async fn cli(&self, arguments: &[&str], stdin: &[u8]) -> Ended {
+        let mut child = Command::new(stockade_program())
+            .args(arguments)
+            .env("STOCKADE_DATA_DIR", self.data_dir())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .expect("the program starts");
+        let mut input = child.stdin.take().expect("piped");
+        let write = async move {
+            // The command may end without having read all.
+            let _ = input.write_all(stdin).await;
+            drop(input);
+        };
+        let ((), output) = tokio::join!(write, child.wait_with_output());
+        let output = output.expect("it ends");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        Ended { code: output.status.code(), stdout: output.stdout, stderr }
+    }
+
+    /// Environment for the unmodified E2B SDK.
+    pub fn e2b_environment(&self) -> Vec<(String, String)> {
+        let Running { ready, key, .. } = self.running();
+        let port = ready.https_url.trim_end_matches('/').rsplit(':').next().unwrap_or_default();
+        vec![
+            ("E2B_DOMAIN".into(), format!("e2b.{}:{port}", ready.base_domain)),
+            ("E2B_API_KEY".into(), key.clone()),
+            ("SSL_CERT_FILE".into(), ready.ca_file.display().to_string()),
+        ]
+    }
+
+    /// Notes which control groups are this server's; call it while a machine runs.
+    pub fn note_cgroups(&mut self) {
+        if self.cgroup_prefix.is_none() {
+            self.cgroup_prefix = cgroup_prefix(self.data_dir());
+        }
+    }
+
+    /// Kills the server without a warning, also while requests are under way. Machines go on.
+    pub fn send_kill(&self) {
+        signal(self.running().child.id(), Signal::SIGKILL);
+    }
+
+    /// Waits for the end of a server that was killed.
+    pub async fn reap(&mut self) {
+        let mut running = self.running.take().expect("it runs");
+        running.child.wait().await.expect("it is our child");
+    }
+
+    /// Stops the server as an operator would. Machines go on.
+    pub async fn terminate(&mut self) {
+        let mut running = self.running.take().expect("it runs");
+        signal(running.child.id(), Signal::SIGTERM);
+        let ended = tokio::time::timeout(STOP_PATIENCE, running.child.wait()).await;
+        let status = ended.unwrap_or_else(|_| panic!("the server does not stop:\n{}", self.log()));
+        assert!(status.expect("it is our child").success(), "the server stopped with an error:\n{}", self.log());
+    }
+
+    /// Ends all sandboxes and the server, then checks that nothing of either is left on the host.
+    pub async fn stop(mut self) {
+        self.note_cgroups();
+        self.kill_all().await;
+        self.terminate().await;
+        let left = self.wait_for_nothing().await;
+        assert!(left.is_empty(), "left behind: {left}\nserver's log:\n{}", self.log());
+    }
+
+    /// Ends all sandboxes there are.
+    pub async fn kill_all(&self) {
+        loop {
+            let page = self.json(Method::GET, "/v1/sandboxes?limit=100", None).await;
+            let items = page["items"].as_array().expect("a list").clone();
+            if items.is_empty() {
+                return;
+            }
+            for item in items {
+                let path = format!("/v1/sandboxes/{}", item["id"].as_str().expect("an id"));
+                let (status, value) = self.try_json(Method::DELETE, &path, None).await.expect("the server answers");
+                // 404: it ended in the meantime.
+                assert!(status.is_success() || status == StatusCode::NOT_FOUND, "{status} {value}");
+            }
+        }
+    }
+
+    /// What is left once everything had the time to go. Pool machines end with the server; the kernel
+    /// takes a moment to take away processes and groups.
+    async fn wait_for_nothing(&self) -> Leftovers {
+        let look = || Leftovers::of(self.data_dir(), self.cgroup_prefix.as_deref());
+        let gone = async {
+            while !look().is_empty() {
+                tokio::time::sleep(POLL).await;
+            }
+        };
+        let _ = tokio::time::timeout(STOP_PATIENCE, gone).await;
+        look()
+    }
+}
+
+impl Drop for TestServer {
+    fn drop(&mut self) {
+        if let Some(running) = &mut self.running {
+            signal(running.child.id(), Signal::SIGKILL);
+        }
+        // Only what names this very directory.
+        for (pid, _) in processes(self.data.path()) {
+            signal(u32::try_from(pid).ok(), Signal::SIGKILL);
+        }
+        if std::thread::panicking() {
+            let _ = writeln!(std::io::stderr(), "server's log:\n{}", self.log());
+        }
+    }
+}
+
+fn signal(pid: Option<u32>, signal: Signal) {
+    if let Some(pid) = pid.and_then(|pid| i32::try_from(pid).ok()) {
+        // It may have ended by itself.
+        let _ = kill(Pid::from_raw(pid), signal);
+    }
+}

@@ -1,0 +1,36 @@
+use stockade_system_tests::TestServer;
+
+#[tokio::test]
+async fn run_passes_output_exit_code_and_input() {
+    let server = TestServer::start().await;
+
+    let ended = server.cli(&["run", "--", "python3", "-c", "print(6*7)"], b"").await;
+    assert_eq!((ended.code, ended.stdout.as_slice()), (Some(0), b"42\n".as_slice()), "{ended:?}");
+
+    let ended = server.cli(&["run", "--", "sh", "-c", "exit 3"], b"").await;
+    assert_eq!((ended.code, ended.stdout.as_slice()), (Some(3), b"".as_slice()), "{ended:?}");
+
+    let input = b"one\ntwo\0\xff\n".repeat(10_000);
+    let ended = server.cli(&["run", "--", "cat"], &input).await;
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stdout.len(), input.len());
+    assert!(ended.stdout == input, "the bytes differ");
+
+    // `run` cleans up after itself.
+    let listed = server.cli(&["ls", "--quiet"], b"").await;
+    assert_eq!((listed.code, listed.stdout.as_slice()), (Some(0), b"".as_slice()), "{listed:?}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn files_written_through_the_api_are_what_commands_see_and_back() {
+    let server = TestServer::start().await;
+    let sandbox = server.create("base").await;
+    let content: Vec<u8> = (0..=255).cycle().take(3_000_001).collect();
+    sandbox.write("/home/user/deep/er/file.bin", content.clone()).await;
+    let ran =
+        sandbox.shell("cp deep/er/file.bin copy.bin && stat -c '%s %U %G %a' deep/er/file.bin").await.expect_success();
+    assert_eq!(ran.stdout, b"3000001 user user 644\n");
+    assert!(sandbox.read("/home/user/copy.bin").await == content, "the bytes differ");
+    server.stop().await;
+}
