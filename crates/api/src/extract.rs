@@ -73,6 +73,10 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 
 /// Parses JSON of unknown origin. Also used for the first message of a WebSocket.
 pub(crate) fn parse_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, ApiError> {
+    // serde would take an array for an object, its elements for the fields in their order.
+    if text.trim_ascii_start().first() == Some(&b'[') {
+        return Err(ApiError::invalid("expected a JSON object"));
+    }
     let mut deserializer = serde_json::Deserializer::from_slice(text);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();
@@ -283,6 +287,7 @@ mod tests {
             ("{\"count\": 1,\n \"canary", "the body is not valid JSON at line 2"),
             (r#"{"count": 1} canary"#, "the body is not valid JSON at line 1 column 14"),
             (r#""canary""#, "expected struct Body"),
+            (r#"[1, {"canary": ""}]"#, "expected a JSON object"),
             (r#"{"count": 1, "count": 2}"#, "field `count` is there twice"),
             ("", "the body is not valid JSON"),
         ];

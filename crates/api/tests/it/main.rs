@@ -1,0 +1,11 @@
+//! The API over real sockets, in front of a service on the fake engine.
+
+mod auth;
+mod errors;
+mod exec;
+mod files;
+mod hosts;
+mod sandboxes;
+mod support;
+mod tls;
+mod ws;
