@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError, RwLock},
 };
 
-use stockade_wire::{PROTOCOL, machine::AgentInfo};
+use stockade_wire::{PROTOCOL, machine::AgentInfo, process::SignalRequest};
 
 use crate::{
     account::{self, Account},
@@ -67,6 +67,18 @@ impl Agent {
             is_foreign: false,
         };
         Self::new(Place::Hosted(account), name)
+    }
+
+    /// Kills every process, as the end of a machine would. For an agent that is only hosted.
+    pub fn end(&self) {
+        let running = self.list_processes().processes.into_iter().filter(|process| process.exit.is_none());
+        for process in running {
+            let selector = crate::process::Selector::Pid(process.pid);
+            if let Ok(process) = self.find_process(&selector) {
+                // It may have ended by itself in between.
+                process.signal(SignalRequest { signal: libc::SIGKILL, main_only: false }).ok();
+            }
+        }
     }
 
     fn new(place: Place, default_user: String) -> Self {

@@ -209,7 +209,10 @@ async fn a_watch_says_when_it_stands_and_what_changes() {
     let mut body = response.bytes_stream();
     let (mut buffer, mut seen) = (Vec::new(), Vec::new());
     while !seen.iter().any(|line: &Value| line["type"] == "change" && line["name"] == "new") {
-        buffer.extend(within(body.next()).await.expect("more").expect("a piece"));
+        let Some(piece) = within(body.next()).await else {
+            panic!("the stream ended: {seen:?}");
+        };
+        buffer.extend(piece.expect("a piece"));
         while let Some(end) = buffer.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = buffer.drain(..=end).collect();
             let line: Value = serde_json::from_slice(&line).expect("a JSON line");

@@ -33,7 +33,7 @@ pub(crate) struct TestServer {
 impl TestServer {
     pub(crate) async fn start() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        let host = FakeHost::new().expect("a host");
+        let host = FakeHost::hosting().expect("a host");
         let service = service(&dir, &host).await;
         let key = key(&service, "default").await;
         let stranger = key_of_stranger(&service).await;

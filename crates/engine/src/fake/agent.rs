@@ -36,6 +36,13 @@ impl FakeAgent {
         Self { hosted, ..Self::new(dir) }
     }
 
+    /// Kills what runs, as the end of a machine would.
+    pub(super) fn end(&self) {
+        if let Some(agent) = &self.hosted {
+            agent.end();
+        }
+    }
+
     /// Serves one link session to its end.
     pub(super) async fn serve(self, mut stream: DuplexStream) {
         if let Some(agent) = self.hosted {

@@ -50,6 +50,7 @@ impl Process {
     }
 
     pub(super) fn end(&self, how: MachineExit) {
+        self.agent.end();
         self.exit.send_if_modified(|exit| {
             let alive = exit.is_none();
             exit.get_or_insert(how);
