@@ -162,7 +162,11 @@ pub(super) struct Pump {
 impl Pump {
     pub(super) fn new(events: Events, kind: Kind, state: &AppState) -> Self {
         Self {
-            first: events.started.map(Event::Started),
+            // The guest's client has taken a watch's first event: it stands when `watch` returns.
+            first: match kind {
+                Kind::Process => events.started.map(Event::Started),
+                Kind::Watch => Some(Event::Watching),
+            },
             events: events.events,
             kind,
             stopping: state.lifecycle.stopping.clone(),
