@@ -116,8 +116,9 @@ impl Core {
         let stop = self.stop.clone();
         self.tracker.spawn(async move {
             tokio::select! {
-                () = task => {}
+                biased;
                 () = stop.cancelled() => {}
+                () = task => {}
             }
         });
     }

@@ -37,7 +37,7 @@ pub(crate) struct Order {
 
 /// What came of a request.
 pub(crate) enum Created {
-    New(Sandbox),
+    New(Box<Sandbox>),
     /// The idempotency key stands for an earlier request.
     Existing(IdempotencyRecord),
 }

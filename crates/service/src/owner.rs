@@ -128,7 +128,7 @@ impl Owner {
                     Inserted::Existing(record) => Created::Existing(record),
                     Inserted::New => unreachable!("matched above"),
                 });
-                reply.send(answer.map_err(Into::into)).ok();
+                reply.send(answer).ok();
                 return;
             }
         }
@@ -141,7 +141,7 @@ impl Owner {
         core.pool.wake();
         match (made, killed) {
             (Ok(machine), None) => {
-                reply.send(Ok(Created::New(self.sandbox.clone()))).ok();
+                reply.send(Ok(Created::New(Box::new(self.sandbox.clone())))).ok();
                 self.live(machine).await;
             }
             (made, Some((cause, killer))) => {

@@ -14,7 +14,7 @@ use std::{
 use futures::FutureExt;
 use stockade_engine::Machine;
 use stockade_model::{MachineId, TemplateId};
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::Instant};
 use tracing::{debug, warn};
 
 use crate::core::{Core, Pauses};
@@ -31,6 +31,15 @@ pub(crate) struct Pool {
 struct Ready {
     directory: PathBuf,
     machines: VecDeque<Arc<dyn Machine>>,
+    /// After a failure: when to try again, and how long to wait after the next one.
+    retry_at: Option<Instant>,
+    pauses: Pauses,
+}
+
+impl Ready {
+    fn new(directory: PathBuf) -> Self {
+        Self { directory, machines: VecDeque::new(), retry_at: None, pauses: Pauses::default() }
+    }
 }
 
 impl Pool {
@@ -40,7 +49,7 @@ impl Pool {
 
     /// Keeps machines of a template ready from now on.
     pub(crate) fn add_template(&self, id: TemplateId, directory: PathBuf) {
-        self.lock().entry(id).or_insert_with(|| Ready { directory, machines: VecDeque::new() });
+        self.lock().entry(id).or_insert_with(|| Ready::new(directory));
         self.wake();
     }
 
@@ -81,11 +90,32 @@ impl Pool {
         std::mem::take(&mut *self.lock()).into_values().flat_map(|ready| ready.machines).collect()
     }
 
-    /// The template with the fewest machines ready, if any has too few.
+    /// The template with the fewest machines ready, of those that have too few and are not to be left
+    /// alone after a failure.
     fn neediest(&self) -> Option<(TemplateId, PathBuf)> {
+        let (templates, now) = (self.lock(), Instant::now());
+        let needy = templates.iter().filter(|(_, ready)| ready.machines.len() < self.size);
+        let (id, ready) = needy
+            .filter(|(_, ready)| ready.retry_at.is_none_or(|at| at <= now))
+            .min_by_key(|(_, ready)| ready.machines.len())?;
+        Some((id.clone(), ready.directory.clone()))
+    }
+
+    /// When a template that failed may be tried again.
+    fn next_retry(&self) -> Option<Instant> {
         let templates = self.lock();
-        let (id, ready) = templates.iter().min_by_key(|(_, ready)| ready.machines.len())?;
-        (ready.machines.len() < self.size).then(|| (id.clone(), ready.directory.clone()))
+        let needy = templates.values().filter(|ready| ready.machines.len() < self.size);
+        needy.filter_map(|ready| ready.retry_at).min()
+    }
+
+    fn note(&self, id: &TemplateId, is_ok: bool) {
+        if let Some(ready) = self.lock().get_mut(id) {
+            if is_ok {
+                (ready.retry_at, ready.pauses) = (None, Pauses::default());
+            } else {
+                ready.retry_at = Some(Instant::now() + ready.pauses.next());
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<TemplateId, Ready>> {
@@ -102,23 +132,23 @@ pub(crate) async fn give_back(core: &Core, template: &TemplateId, machine: Arc<d
 
 /// The pool's task: never ends by itself.
 pub(crate) async fn refill(core: Arc<Core>) {
-    let mut pauses = Pauses::default();
     loop {
         let wanted = core.pool.wanted.notified();
         drop_dead(&core).await;
         let Some((template, directory)) = core.pool.neediest() else {
-            wanted.await;
+            match core.pool.next_retry() {
+                Some(at) => drop(tokio::time::timeout_at(at, wanted).await),
+                None => wanted.await,
+            }
             continue;
         };
         while core.creates_in_flight() > 0 {
             tokio::time::timeout(LOOK_AGAIN, core.pool.wanted.notified()).await.ok();
         }
-        match restore(&core, &template, &directory).await {
-            Ok(()) => pauses = Pauses::default(),
-            Err(error) => {
-                warn!(%template, error = &*error as &dyn std::error::Error, "pool machine not restored, trying again later");
-                pauses.wait().await;
-            }
+        let restored = restore(&core, &template, &directory).await;
+        core.pool.note(&template, restored.is_ok());
+        if let Err(error) = restored {
+            warn!(%template, error = &*error as &dyn std::error::Error, "pool machine not restored, trying again later");
         }
     }
 }

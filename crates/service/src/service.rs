@@ -1,6 +1,6 @@
 //! The verbs as their callers see them.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use stockade_engine::{EngineError, EngineInfo, GuestClient, Machine, MachineUsage};
@@ -72,7 +72,7 @@ impl Service {
         let sandbox = self.first_record(who, &request, &template.template);
         let order = Order { template, lifetime: request.lifetime, key };
         match Owner::spawn_create(core, sandbox, order, tickets).await {
-            Ok(Ok(Created::New(sandbox))) => Ok(sandbox),
+            Ok(Ok(Created::New(sandbox))) => Ok(*sandbox),
             Ok(Ok(Created::Existing(earlier))) => self.join(who, &earlier, &digest).await,
             Ok(Err(error)) => Err(error),
             Err(_) => Err(self.cut_off("create")),
@@ -313,24 +313,18 @@ impl Service {
 
     /// Finds a sandbox, always by way of the record: for a stranger's id and an unknown one the work and the
     /// answer are the same.
-    fn find<'a>(
-        &'a self,
-        who: &'a Principal,
-        id: &'a SandboxId,
-    ) -> impl Future<Output = Result<Found, ServiceError>> + Send + 'a {
-        async move {
-            let live = self.handle.core.registry.get(id);
-            if let Some(live) = live.filter(|live| live.view.borrow().sandbox.workspace == who.workspace) {
-                return Ok(Found::Live(live));
-            }
-            let sandbox = self.get(who, id).await?;
-            if sandbox.state.is_final() {
-                return Ok(Found::Ended(Box::new(sandbox)));
-            }
-            // Recorded after we looked at the registry.
-            let live = self.handle.core.registry.get(id);
-            live.map(Found::Live).ok_or(ServiceError::WrongState { id: id.clone(), state: sandbox.state })
+    async fn find(&self, who: &Principal, id: &SandboxId) -> Result<Found, ServiceError> {
+        let live = self.handle.core.registry.get(id);
+        if let Some(live) = live.filter(|live| live.view.borrow().sandbox.workspace == who.workspace) {
+            return Ok(Found::Live(live));
         }
+        let sandbox = self.get(who, id).await?;
+        if sandbox.state.is_final() {
+            return Ok(Found::Ended(Box::new(sandbox)));
+        }
+        // Recorded after we looked at the registry.
+        let live = self.handle.core.registry.get(id);
+        live.map(Found::Live).ok_or(ServiceError::WrongState { id: id.clone(), state: sandbox.state })
     }
 
     fn cut_off(&self, what: &str) -> ServiceError {

@@ -1,0 +1,13 @@
+//! The service on the fake engine: what it promises, step by step and over restarts.
+
+mod deadlines;
+mod faults;
+mod idempotency;
+mod keys;
+mod lifecycle;
+mod lists;
+mod load;
+mod pool;
+mod random;
+mod restarts;
+mod support;

@@ -1,0 +1,205 @@
+//! One server per test: its own directory, host and database.
+
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
+use stockade_model::{
+    EndCause, MachineShape, Sandbox, SandboxId, SandboxState, Template, TemplateId, TemplateState, WorkspaceId,
+};
+use stockade_service::{CreateSandbox, ListFilter, Principal, Service, ServiceConfig, ServiceError};
+use stockade_store::{SecretFile, Store};
+use tempfile::TempDir;
+
+/// Nothing here takes that long unless it hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) struct TestServer {
+    pub(crate) service: Service,
+    pub(crate) host: FakeHost,
+    pub(crate) who: Principal,
+    pub(crate) template: TemplateId,
+    configure: Arc<dyn Fn(&mut ServiceConfig) + Send + Sync>,
+    store: Store,
+    dir: TempDir,
+}
+
+impl TestServer {
+    /// Without a pool.
+    pub(crate) async fn start() -> Self {
+        Self::start_with(|_| {}).await
+    }
+
+    pub(crate) async fn start_with(configure: impl Fn(&mut ServiceConfig) + Send + Sync + 'static) -> Self {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let host = FakeHost::new().expect("fake host");
+        let configure = Arc::new(configure);
+        let (service, store) = serve(&dir, &host, &*configure).await;
+        let workspace = service.default_workspace().await.expect("workspace");
+        let who = principal(&service, &workspace).await;
+        let template = template(&service, &dir, None, "base").await;
+        Self { service, host, who, template, configure, store, dir }
+    }
+
+    /// `kill -9` and a new server on what is left.
+    pub(crate) async fn crash(&mut self) {
+        self.service.cut().await;
+        self.store.close().await;
+        self.restart().await;
+    }
+
+    /// A new server on what the last one, already cut or shut down, left.
+    pub(crate) async fn restart(&mut self) {
+        let (service, store) = serve(&self.dir, &self.host, &*self.configure).await;
+        self.service = service;
+        self.store = store;
+    }
+
+    /// The same, and the new server keeps no pool.
+    pub(crate) async fn restart_without_pool(&mut self) {
+        let configure = Arc::clone(&self.configure);
+        self.configure = Arc::new(move |config| {
+            configure(config);
+            config.pool_size = 0;
+        });
+        self.restart().await;
+    }
+
+    pub(crate) async fn stranger(&self) -> Principal {
+        let workspace = self.service.workspace("strangers").await.expect("workspace");
+        principal(&self.service, &workspace).await
+    }
+
+    pub(crate) async fn add_template(&self, workspace: Option<&WorkspaceId>, name: &str) -> TemplateId {
+        template(&self.service, &self.dir, workspace, name).await
+    }
+
+    pub(crate) async fn create(&self) -> Sandbox {
+        self.try_create(request()).await.expect("created")
+    }
+
+    pub(crate) async fn try_create(&self, request: CreateSandbox) -> Result<Sandbox, ServiceError> {
+        within(self.service.create(&self.who, request)).await
+    }
+
+    pub(crate) fn create_in_background(
+        &self,
+        request: CreateSandbox,
+    ) -> tokio::task::JoinHandle<Result<Sandbox, ServiceError>> {
+        let (service, who) = (self.service.clone(), self.who.clone());
+        tokio::spawn(async move { service.create(&who, request).await })
+    }
+
+    pub(crate) async fn get(&self, id: &SandboxId) -> Sandbox {
+        within(self.service.get(&self.who, id)).await.expect("there is a record")
+    }
+
+    pub(crate) async fn kill(&self, id: &SandboxId) -> Result<(), ServiceError> {
+        within(self.service.kill(&self.who, id)).await
+    }
+
+    /// Waits for a state, or for one that nothing can follow.
+    pub(crate) async fn wait_for(&self, id: &SandboxId, state: SandboxState) -> Sandbox {
+        within(async {
+            loop {
+                let sandbox = self.get(id).await;
+                if sandbox.state == state {
+                    return sandbox;
+                }
+                assert!(!sandbox.state.is_final(), "{id} is {}, not {state}: {:?}", sandbox.state, sandbox.ending);
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+    }
+
+    /// The cause of an end that has come or will.
+    pub(crate) async fn cause(&self, id: &SandboxId) -> EndCause {
+        self.wait_for(id, SandboxState::Gone).await.ending.expect("final").cause
+    }
+
+    pub(crate) async fn list(&self, filter: ListFilter) -> Vec<Sandbox> {
+        within(self.service.list(&self.who, &filter)).await.expect("a list").items
+    }
+
+    pub(crate) async fn everything(&self) -> Vec<Sandbox> {
+        self.list(ListFilter { states: SandboxState::ALL.to_vec(), ascending: true, limit: 1000, ..<_>::default() })
+            .await
+    }
+
+    /// Sandboxes that are not final have their machine; there is no other machine.
+    pub(crate) async fn assert_nothing_stray(&self) {
+        let mut machines: Vec<_> = self
+            .everything()
+            .await
+            .into_iter()
+            .filter(|sandbox| !sandbox.state.is_final())
+            .map(|sandbox| sandbox.machine.expect("it has a machine"))
+            .collect();
+        machines.sort();
+        assert_eq!(self.host.machines(), machines);
+    }
+}
+
+async fn serve(dir: &TempDir, host: &FakeHost, configure: &dyn Fn(&mut ServiceConfig)) -> (Service, Store) {
+    let secret = SecretFile::open_or_create(&dir.path().join("secret")).expect("secret");
+    let store = Store::open(&dir.path().join("stockade.db"), secret).await.expect("store");
+    let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host.clone())), store.clone());
+    config.pool_size = 0;
+    config.metrics_period = Duration::ZERO;
+    configure(&mut config);
+    (within(Service::start(config)).await.expect("service"), store)
+}
+
+async fn principal(service: &Service, workspace: &WorkspaceId) -> Principal {
+    let (_, key) = service.create_api_key(workspace, "test").await.expect("key");
+    service.authenticate(key.expose()).await.expect("looked up").expect("known")
+}
+
+async fn template(service: &Service, dir: &TempDir, workspace: Option<&WorkspaceId>, name: &str) -> TemplateId {
+    let id = TemplateId::random();
+    let directory: PathBuf = make_template(dir.path().join("templates").join(id.as_str())).expect("template");
+    let template = Template {
+        id: id.clone(),
+        workspace: workspace.cloned(),
+        name: name.to_owned(),
+        state: TemplateState::Ready,
+        shape: MachineShape { vcpus: 1, memory_mib: 512, disk_mib: 1024 },
+        recipe_digest: "none".to_owned(),
+        env: BTreeMap::from([("FROM".to_owned(), "template".to_owned()), ("BOTH".to_owned(), "template".to_owned())]),
+        default_user: "user".to_owned(),
+        default_cwd: None,
+        created_at: Timestamp::now(),
+    };
+    service.register_template(template, &directory).await.expect("registered");
+    id
+}
+
+pub(crate) fn request() -> CreateSandbox {
+    CreateSandbox {
+        template: "base".to_owned(),
+        lifetime: Duration::from_secs(300),
+        metadata: BTreeMap::new(),
+        env: BTreeMap::new(),
+        idempotency_key: None,
+    }
+}
+
+pub(crate) fn labels<const N: usize>(pairs: [(&str, &str); N]) -> BTreeMap<String, String> {
+    pairs.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+}
+
+/// A hang becomes a failure.
+pub(crate) async fn within<T>(work: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, work).await.expect("hangs")
+}
+
+/// Waits for a condition that some other task brings about.
+pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let holds = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, holds).await.is_ok(), "never: {what}");
+}
