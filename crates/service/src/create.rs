@@ -11,6 +11,7 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use jiff::Timestamp;
 use stockade_engine::{EngineError, Machine};
 use stockade_model::{MachineId, Sandbox, Template};
 use stockade_store::{Idempotency, IdempotencyRecord, TemplateRecord};
@@ -118,7 +119,7 @@ async fn bring_up(
     let steps = async {
         machine.resume().await?;
         let guest = machine.guest().await?;
-        guest.set_identity(&identity(core, sandbox, template)).await
+        guest.set_identity(&identity(core.clock().now(), sandbox, template)).await
     };
     let patience = core.config.step_patience;
     tokio::select! {
@@ -134,7 +135,7 @@ async fn bring_up(
     }
 }
 
-fn identity(core: &Core, sandbox: &Sandbox, template: &Template) -> Identity {
+fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template) -> Identity {
     let mut entropy = [0; ENTROPY_BYTES];
     getrandom::fill(&mut entropy).expect("the kernel's random generator works once it is seeded");
     let mut env = template.env.clone();
@@ -143,7 +144,7 @@ fn identity(core: &Core, sandbox: &Sandbox, template: &Template) -> Identity {
         sandbox_id: sandbox.id.to_string(),
         template_id: template.id.to_string(),
         hostname: sandbox.id.to_string(),
-        unix_time_ns: u64::try_from(core.clock().now().as_nanosecond()).unwrap_or_default(),
+        unix_time_ns: u64::try_from(now.as_nanosecond()).unwrap_or_default(),
         entropy: BASE64_STANDARD.encode(entropy),
         env,
         default_user: template.default_user.clone(),
@@ -166,4 +167,55 @@ pub(crate) async fn remove_soon(core: &Arc<Core>, machine: Arc<dyn Machine>) {
     }
     let core = Arc::clone(core);
     core.clone().spawn(async move { core.remove_for_certain(machine).await });
+}
+
+#[cfg(test)]
+mod tests {
+    use stockade_model::{MachineShape, SandboxId, SandboxState, Secret, TemplateId, TemplateState, WorkspaceId};
+
+    use super::*;
+
+    fn pairs(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn an_identity_is_fresh_each_time_and_the_sandboxs_env_wins() {
+        let shape = MachineShape { vcpus: 1, memory_mib: 256, disk_mib: 1024 };
+        let now: Timestamp = "2026-01-01T00:00:00.000000001Z".parse().expect("a time");
+        let template = Template {
+            id: TemplateId::random(),
+            workspace: None,
+            name: "base".to_owned(),
+            state: TemplateState::Ready,
+            shape,
+            recipe_digest: String::new(),
+            env: pairs(&[("A", "template"), ("B", "template")]),
+            default_user: "user".to_owned(),
+            default_cwd: None,
+            created_at: now,
+        };
+        let sandbox = Sandbox {
+            id: SandboxId::random(),
+            workspace: WorkspaceId::random(),
+            template: template.id.clone(),
+            template_name: template.name.clone(),
+            state: SandboxState::Creating,
+            shape,
+            machine: None,
+            metadata: BTreeMap::new(),
+            env: pairs(&[("B", "sandbox")]),
+            access_token: Secret::new("token"),
+            created_at: now,
+            started_at: None,
+            deadline: now,
+            ending: None,
+        };
+        let (one, other) = (identity(now, &sandbox, &template), identity(now, &sandbox, &template));
+        assert_ne!(one.entropy, other.entropy);
+        assert!(BASE64_STANDARD.decode(&one.entropy).expect("base64").len() >= 32);
+        assert_eq!(one.env, pairs(&[("A", "template"), ("B", "sandbox")]));
+        assert_eq!((one.hostname, one.default_user), (sandbox.id.to_string(), "user".to_owned()));
+        assert_eq!(i128::from(one.unix_time_ns), now.as_nanosecond());
+    }
 }

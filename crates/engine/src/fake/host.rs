@@ -8,14 +8,12 @@ use std::{
     },
 };
 
+use stockade_guest::Agent;
 use stockade_model::MachineId;
 use tempfile::TempDir;
 use tokio::sync::watch;
 
-use super::{
-    agent::FakeAgent,
-    script::{Hang, Moment, Script, Step},
-};
+use super::script::{Hang, Moment, Script, Step};
 use crate::{EngineError, MachineExit};
 
 /// What outlives a server: machines and the script of faults. Cheap to clone.
@@ -24,8 +22,6 @@ pub struct FakeHost(Arc<Inner>);
 
 struct Inner {
     dir: TempDir,
-    /// Whether machines run the real guest agent, hosted in this process.
-    is_hosting: bool,
     script: Script,
     full: AtomicBool,
     machines: Mutex<BTreeMap<MachineId, Arc<Process>>>,
@@ -35,7 +31,7 @@ struct Inner {
 /// A machine's process. Stays in the table after its end until somebody removes it, as a directory would.
 pub(super) struct Process {
     pub(super) id: MachineId,
-    pub(super) agent: FakeAgent,
+    pub(super) agent: Agent,
     pub(super) is_running: AtomicBool,
     exit: watch::Sender<Option<MachineExit>>,
 }
@@ -60,28 +56,15 @@ impl Process {
 }
 
 impl FakeHost {
-    /// A host without machines, whose guests' files are in a temporary directory.
-    ///
-    /// # Errors
-    /// The directory cannot be made.
-    pub fn new() -> io::Result<Self> {
-        Self::make(false)
-    }
-
-    /// As [`new`](Self::new), but its machines run the real guest agent: commands and files work, on this
-    /// very host and with this process's rights.
+    /// A host without machines. Its guests' files are in a temporary directory; their commands run on this very
+    /// host, with the rights of this process.
     ///
     /// # Errors
     /// The directory cannot be made.
     pub fn hosting() -> io::Result<Self> {
-        Self::make(true)
-    }
-
-    fn make(is_hosting: bool) -> io::Result<Self> {
         let dir = TempDir::with_prefix("stockade-fake-")?;
         Ok(Self(Arc::new(Inner {
             dir,
-            is_hosting,
             script: Script::default(),
             full: AtomicBool::new(false),
             machines: Mutex::default(),
@@ -148,7 +131,7 @@ impl FakeHost {
         std::fs::create_dir(&dir).map_err(EngineError::host(format!("make {}", dir.display())))?;
         let process = Arc::new(Process {
             id: machine.clone(),
-            agent: if self.0.is_hosting { FakeAgent::hosted(dir) } else { FakeAgent::new(dir) },
+            agent: Agent::hosted(dir),
             is_running: AtomicBool::new(false),
             exit: watch::Sender::new(None),
         });

@@ -15,7 +15,7 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::agent::FakeAgent;
+use stockade_guest::Agent;
 
 const BUFFER_BYTES: usize = 64 << 10;
 
@@ -27,7 +27,7 @@ pub(super) struct Wire {
 
 impl Wire {
     /// Connects to an agent; the stream is the host's end.
-    pub(super) fn connect(agent: &FakeAgent) -> (Self, DuplexStream) {
+    pub(super) fn connect(agent: &Agent) -> (Self, DuplexStream) {
         let (host, mut near) = duplex(BUFFER_BYTES);
         let (mut far, guest) = duplex(BUFFER_BYTES);
         let frozen = Arc::new(AtomicBool::new(false));
@@ -37,7 +37,11 @@ impl Wire {
             poll_fn(|cx| if gate.load(Ordering::SeqCst) { Poll::Pending } else { copy.as_mut().poll(cx).map(drop) })
                 .await;
         });
-        let agent = tokio::spawn(agent.clone().serve(guest));
+        let agent = agent.clone();
+        let agent = tokio::spawn(async move {
+            // However it ends, the host sees it on its own side.
+            stockade_guest::serve(guest, agent).await.ok();
+        });
         (Self { frozen, tasks: [pump, agent] }, host)
     }
 

@@ -55,7 +55,7 @@ impl FakeMachine {
     }
 }
 
-/// A machine that ends takes its link with it, as a closed socket would.
+/// A machine that ends takes its link with it.
 async fn cut_at_end(process: Arc<Process>, session: std::sync::Weak<Mutex<Option<Session>>>) {
     let mut exits = process.exits();
     if exits.wait_for(Option::is_some).await.is_err() {

@@ -10,7 +10,6 @@
 //! [`FakeEngine`] and the machines are found again. Faults are scripted per step, before or after its
 //! effect, so that a test can stop a verb at each of its points.
 
-mod agent;
 mod host;
 mod link;
 mod machine;

@@ -1,11 +1,30 @@
 use std::time::Duration;
 
-use stockade_engine::EngineError;
+use futures::StreamExt;
+use stockade_engine::{EngineError, GuestClient};
 use stockade_model::{EndCause, SandboxId, SandboxState, Secret};
 use stockade_service::ServiceError;
-use stockade_wire::machine::Identity;
+use stockade_wire::{event::Event, process::StartRequest};
 
 use crate::support::{TestServer, labels, request, within};
+
+fn shell(command: &str) -> StartRequest {
+    serde_json::from_value(serde_json::json!({ "command": { "shell": command } })).expect("a request")
+}
+
+/// What a shell command prints.
+async fn run(guest: &GuestClient, command: &str) -> String {
+    let mut events = guest.start(&shell(command)).await.expect("started").events;
+    let mut printed = Vec::new();
+    while let Some(event) = within(events.next()).await {
+        match event.expect("the stream holds") {
+            Event::Stdout(bytes) => printed.extend(bytes),
+            Event::Exit(_) => break,
+            _ => {}
+        }
+    }
+    String::from_utf8(printed).expect("text")
+}
 
 #[tokio::test]
 async fn a_created_sandbox_answers_and_knows_who_it_is() {
@@ -18,12 +37,9 @@ async fn a_created_sandbox_answers_and_knows_who_it_is() {
     assert_eq!(sandbox.deadline.duration_since(sandbox.started_at.expect("started")).as_secs(), 300);
     t.service.guest(&t.who, &sandbox.id).await.expect("guest").health().await.expect("healthy");
 
-    let machine = sandbox.machine.clone().expect("machine");
-    let identity = std::fs::read(t.host.guest_dir(&machine).join("identity")).expect("identity was set");
-    let identity: Identity = serde_json::from_slice(&identity).expect("JSON");
-    assert_eq!(identity.hostname, sandbox.id.to_string());
-    assert_eq!(identity.env, labels([("FROM", "template"), ("BOTH", "sandbox"), ("TOKEN", "s3cret")]));
-    assert!(identity.entropy.len() >= 44, "32 bytes or more");
+    let guest = t.service.guest(&t.who, &sandbox.id).await.expect("guest");
+    let printed = run(&guest, "echo $FROM $BOTH $TOKEN").await;
+    assert_eq!(printed, "template sandbox s3cret\n");
 
     let record = t.get(&sandbox.id).await;
     assert_eq!((record.env, record.metadata), (sandbox.env, sandbox.metadata));
@@ -45,6 +61,20 @@ async fn the_second_kill_finds_nothing_and_the_record_stays() {
     assert!(matches!(gone, Err(ServiceError::SandboxEnded { .. })), "{gone:?}");
     let gone = within(t.service.extend(&t.who, &sandbox.id, Duration::from_secs(9))).await;
     assert!(matches!(gone, Err(ServiceError::SandboxEnded { .. })), "{gone:?}");
+}
+
+#[tokio::test]
+async fn a_kill_cuts_streams_and_never_as_a_success() {
+    let t = TestServer::start().await;
+    let sandbox = t.create().await;
+    let guest = t.service.guest(&t.who, &sandbox.id).await.expect("guest");
+    let mut events = guest.start(&shell("exec sleep 1000")).await.expect("started").events;
+    t.kill(&sandbox.id).await.expect("killed");
+    let mut last = None;
+    while let Some(event) = within(events.next()).await {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Err(_))), "{last:?}");
 }
 
 #[tokio::test]

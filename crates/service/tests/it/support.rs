@@ -32,7 +32,7 @@ impl TestServer {
 
     pub(crate) async fn start_with(configure: impl Fn(&mut ServiceConfig) + Send + Sync + 'static) -> Self {
         let dir = tempfile::tempdir().expect("temp dir");
-        let host = FakeHost::new().expect("fake host");
+        let host = FakeHost::hosting().expect("fake host");
         let configure = Arc::new(configure);
         let (service, store) = serve(&dir, &host, &*configure).await;
         let workspace = service.default_workspace().await.expect("workspace");
