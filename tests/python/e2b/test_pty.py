@@ -76,15 +76,18 @@ def test_connect_to_an_unknown_terminal_is_not_found(box):
 
 def test_ctrl_c_interrupts_and_ctrl_d_ends(box):
     handle = box.pty.create(PtySize(rows=24, cols=80))
-    # An interrupt throws away what was typed ahead, so each step waits for the one before.
+    # An interrupt throws away what was typed ahead, and an end of input counts only where a program reads
+    # lines, so each step waits for the one before.
     box.pty.send_stdin(handle.pid, b"echo rea''dy; sleep 1000\n")
     read_until(handle, b"ready")
     box.pty.send_stdin(handle.pid, b"\x03")
     read_until(handle, b"^C")
-    box.pty.send_stdin(handle.pid, b"echo af''ter\n")
-    read_until(handle, b"after")
+    box.pty.send_stdin(handle.pid, b"echo rea''ding; cat; echo re''ad; exit 9\n")
+    read_until(handle, b"reading")
     box.pty.send_stdin(handle.pid, b"\x04")
-    collect(handle)
+    output, code = collect(handle)
+    assert b"read" in output
+    assert code == 9
 
 
 def test_stdin_of_a_terminal_cannot_be_closed(box):
