@@ -33,7 +33,7 @@ pub(crate) struct Deadline {
 }
 
 impl Deadline {
-    /// A deadline that was recorded as a time of day. `None` if there are no such times any more.
+    /// A deadline that was recorded as a time of day.
     pub(crate) fn at(wall: Timestamp, clock: &dyn Clock) -> Self {
         let left = Duration::try_from(wall.duration_since(clock.now())).unwrap_or_default();
         Self { wall, monotonic: Instant::now() + left }
