@@ -8,7 +8,7 @@ use tokio::{
     net::UnixStream,
 };
 
-use crate::EngineError;
+use crate::{EngineError, GuestClient};
 
 /// Opens a session on the link; the time until the agent has answered is the machine's own.
 pub(crate) async fn hello(stream: &mut UnixStream, patience: Duration) -> Result<(), EngineError> {
@@ -32,6 +32,11 @@ pub(crate) async fn hello(stream: &mut UnixStream, patience: Duration) -> Result
 }
 
 /// Waits for the agent of a booting guest and lets it write the guest's file systems out.
-pub(crate) async fn settle(stream: &mut UnixStream, patience: Duration) -> Result<(), EngineError> {
-    hello(stream, patience).await
+pub(crate) async fn settle(stream: UnixStream, patience: Duration) -> Result<(), EngineError> {
+    let client = GuestClient::open(stream, patience).await?;
+    let info = client.health().await?;
+    client.sync().await?;
+    tracing::debug!(agent = info.version, uptime_ms = info.uptime_ms, "guest booted");
+    client.close();
+    Ok(())
 }

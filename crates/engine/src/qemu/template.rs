@@ -220,8 +220,8 @@ impl Boot<'_> {
         let patience = self.host.limits.boot_patience;
         let mut events = launched.qmp.events();
         let link = async {
-            let mut stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
-            agent::settle(&mut stream, patience).await
+            let stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
+            agent::settle(stream, patience).await
         };
         let told = tokio::select! {
             result = link => result,
