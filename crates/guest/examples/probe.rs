@@ -1,6 +1,7 @@
 //! Talks to an agent behind a unix socket (QEMU's link chardev) and measures it.
 //!
-//! `probe SOCKET run COMMAND...` | `probe SOCKET bench [ROUNDS]` | `probe SOCKET identity`
+//! `probe SOCKET run COMMAND...` | `probe SOCKET bench [ROUNDS]` |
+//! `probe SOCKET repeat ROUNDS PROGRAM...` | `probe SOCKET identity`
 
 use std::{
     error::Error,
@@ -33,6 +34,7 @@ async fn main() -> Outcome<()> {
     match verb.as_str() {
         "run" => run(&client, rest).await,
         "bench" => bench(&client, rest.first().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)).await,
+        "repeat" => repeat(&client, rest).await,
         "identity" => identity(&client).await,
         other => Err(format!("no {other}").into()),
     }
@@ -81,6 +83,19 @@ async fn exec(client: &GuestClient, command: Command) -> Outcome<u64> {
 
 fn argv(words: &str) -> Command {
     Command::Argv(words.split(' ').map(str::to_owned).collect())
+}
+
+/// Runs a program again and again: `repeat ROUNDS PROGRAM ARGUMENTS...`.
+async fn repeat(client: &GuestClient, words: Vec<String>) -> Outcome<()> {
+    let (rounds, words) = words.split_first().ok_or("how often?")?;
+    let mut times = Vec::new();
+    for _ in 0..rounds.parse()? {
+        let begun = Instant::now();
+        exec(client, Command::Argv(words.to_vec())).await?;
+        times.push(begun.elapsed());
+    }
+    report(&words.join(" "), times);
+    Ok(())
 }
 
 async fn bench(client: &GuestClient, rounds: usize) -> Outcome<()> {

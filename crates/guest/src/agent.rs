@@ -13,6 +13,7 @@ use crate::{
     failure::Result,
     process::{Cgroups, Processes},
     stats::CpuSample,
+    watch::Watches,
 };
 
 /// The agent's state. Clones share it.
@@ -25,6 +26,7 @@ pub(crate) struct Shared {
     pub(crate) place: Place,
     pub(crate) settings: RwLock<Settings>,
     pub(crate) processes: Processes,
+    pub(crate) watches: Watches,
     pub(crate) cpu_sample: Mutex<Option<CpuSample>>,
 }
 
@@ -87,6 +89,7 @@ impl Agent {
             place,
             settings: RwLock::new(settings),
             processes: Processes::default(),
+            watches: Watches::default(),
             cpu_sample: Mutex::new(None),
         };
         Self { shared: Arc::new(shared) }

@@ -27,12 +27,18 @@ use crate::{
 
 /// Answers the routes about files.
 pub(crate) async fn answer(agent: &Agent, path: &str, request: Request<Incoming>) -> Result<Response<Reply>> {
-    match (request.method(), path) {
+    let answer = match (request.method(), path) {
         (&Method::GET, route::FILES) => return read::answer(agent, request).await,
-        (&Method::PUT, route::FILES) => return write::answer(agent, request).await,
-        (&Method::POST, _) => {}
+        (&Method::PUT, route::FILES) => write::answer(agent, request).await,
+        (&Method::POST, _) => answer_json(agent, path, request).await,
         _ => return Err(routes::unknown(path)),
-    }
+    };
+    agent.settle_watches().await;
+    answer
+}
+
+/// Those that take and give JSON.
+async fn answer_json(agent: &Agent, path: &str, request: Request<Incoming>) -> Result<Response<Reply>> {
     match path {
         route::STAT => {
             let wire::PathRequest { path, user } = http::read_json(request).await?;

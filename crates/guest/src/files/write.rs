@@ -220,7 +220,7 @@ fn check_writable(path: &str, real: &Path) -> Result<fs::Metadata> {
 
 /// The owner is right already; saying so is what the E2B clients' watchers wait for.
 fn claim(file: &File, account: &Account) -> io::Result<()> {
-    if account.is_foreign { fchown(file, Some(account.uid), Some(account.gid)) } else { fchown(file, None, None) }
+    fchown(file, Some(account.uid), Some(account.gid))
 }
 
 /// A mode that was asked for is not subject to the umask.
@@ -240,7 +240,13 @@ pub(super) fn make_parents(path: &Path) -> Result<()> {
         return Ok(());
     }
     let made = fs::DirBuilder::new().recursive(true).mode(0o755).create(parent);
-    made.map_err(failed(format_args!("make directory '{}'", parent.display())))
+    made.map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => ErrorBody::new(
+            ErrorCode::NotADirectory,
+            format!("a part of '{}' is a file, not a directory", parent.display()),
+        ),
+        _ => failed(format_args!("make directory '{}'", parent.display()))(error),
+    })
 }
 
 fn random() -> u64 {

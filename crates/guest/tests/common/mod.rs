@@ -1,5 +1,5 @@
 //! A hosted agent and a client of it, joined by a socket pair.
-#![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses its own part")]
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
