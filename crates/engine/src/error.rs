@@ -91,6 +91,12 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// What an engine answers that cannot take snapshots.
+    pub(crate) fn no_snapshots(engine: &str) -> Self {
+        let why = format!("{engine} engine cannot take them");
+        Self::Unsupported { missing: "snapshot".to_owned(), why }
+    }
+
     /// For `map_err` on input and output of the host.
     pub fn host(action: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let action = action.into();

@@ -91,6 +91,36 @@ pub trait Engine: Send + Sync + 'static {
     /// What could not be removed is named; the rest has been.
     async fn sweep(&self, keep: &BTreeSet<MachineId>) -> Result<Vec<MachineId>, EngineError>;
 
+    /// Starts a machine from a snapshot directory and the template directory below it. With memory it
+    /// comes back paused, without an identity, just after the instant the snapshot was taken; a
+    /// disk-only snapshot boots cold from its disk (and is then running). On failure nothing is left.
+    /// Many machines may start from one snapshot at once: they share what they do not change.
+    ///
+    /// # Errors
+    /// As for [`Engine::start`]; [`EngineError::Damaged`] names the file that is not what was written.
+    async fn start_from_snapshot(
+        &self,
+        machine: &MachineId,
+        template: &std::path::Path,
+        snapshot: &std::path::Path,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        let _ = (machine, template, snapshot);
+        Err(EngineError::no_snapshots(self.info().name))
+    }
+
+    /// Whether a snapshot directory is whole and was made by this very emulator, machine type and kernel.
+    ///
+    /// # Errors
+    /// [`EngineError::Mismatch`] names the difference; [`EngineError::Damaged`] the missing or broken file.
+    async fn check_snapshot(
+        &self,
+        template: &std::path::Path,
+        snapshot: &std::path::Path,
+    ) -> Result<SnapshotReport, EngineError> {
+        let _ = (template, snapshot);
+        Err(EngineError::no_snapshots(self.info().name))
+    }
+
     /// How many more machines of this shape the host's memory and disk hold, as far as can be told.
     ///
     /// # Errors
@@ -116,6 +146,18 @@ pub trait Machine: Send + Sync + 'static {
     /// As for `resume`.
     async fn pause(&self) -> Result<(), EngineError>;
 
+    /// Takes a snapshot into `directory`, which must not exist and appears whole, durable and verified,
+    /// or not at all. A running machine is halted for as short as possible and runs on, its link
+    /// session and all streams untouched; a paused one stays paused. Works without the agent's help
+    /// unless `scope` is [`SnapshotScope::DiskOnly`], which has the agent write its file systems first.
+    ///
+    /// # Errors
+    /// The machine is then as it was before.
+    async fn snapshot(&self, directory: &std::path::Path, scope: SnapshotScope) -> Result<SnapshotReport, EngineError> {
+        let _ = (directory, scope);
+        Err(EngineError::no_snapshots("this"))
+    }
+
     /// A link session with the guest agent: the one there is, or a new one if there is none or the
     /// last one broke. Calls share one session.
     ///
@@ -140,6 +182,28 @@ pub trait Machine: Send + Sync + 'static {
 
     /// The last lines of the guest's console, for error texts and logs.
     fn console_tail(&self) -> String;
+}
+
+/// What a snapshot keeps.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum SnapshotScope {
+    /// Memory, devices and disk, all of the same instant.
+    MemoryAndDisk,
+    /// The disk alone, its file systems written out first.
+    DiskOnly,
+}
+
+/// What taking a snapshot cost and what it holds.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct SnapshotReport {
+    /// What it keeps.
+    pub scope: SnapshotScope,
+    /// How long the processors stood still.
+    pub paused: std::time::Duration,
+    /// Bytes of memory that differ from the template's.
+    pub memory_bytes: u64,
+    /// Bytes of disk layers, those shared with other snapshots included.
+    pub disk_bytes: u64,
 }
 
 /// How a machine's process ended.
