@@ -431,3 +431,40 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Greeting<S> {
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+
+    use super::*;
+
+    async fn read_after(first: &'static [u8]) -> io::Result<Vec<u8>> {
+        let (mut client, server) = duplex(1024);
+        client.write_all(first).await.expect("room");
+        let mut greeting = Greeting::new(server);
+        let mut seen = vec![0; first.len()];
+        greeting.read_exact(&mut seen).await?;
+        tokio::spawn(async move {
+            tokio::time::sleep(GREETING_TIMEOUT * 4).await;
+            client.write_all(b"rest").await.expect("room");
+        });
+        let mut rest = Vec::new();
+        greeting.read_to_end(&mut rest).await?;
+        Ok(rest)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_does_not_say_what_it_speaks_is_cut_off() {
+        for first in [&b""[..], b"PRI * HT", &HTTP2_PREFACE[..23]] {
+            let error = read_after(first).await.expect_err("cut off");
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{}", String::from_utf8_lossy(first));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_has_said_it_may_take_its_time() {
+        for first in [&b"G"[..], b"PRIX", b"GET / HTTP/1.0\r\n\r\n", HTTP2_PREFACE] {
+            assert_eq!(read_after(first).await.expect("not cut off"), b"rest", "{}", String::from_utf8_lossy(first));
+        }
+    }
+}

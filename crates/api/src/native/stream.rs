@@ -297,6 +297,26 @@ mod tests {
         assert_eq!(text(items, Kind::Process).await, expected);
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn silence_is_filled_with_keep_alives_until_the_server_stops() {
+        let stopping = CancellationToken::new();
+        let mut pump = Pump {
+            first: None,
+            events: Box::pin(futures::stream::pending()),
+            kind: Kind::Process,
+            stopping: stopping.clone(),
+            is_over: false,
+        };
+        let begun = tokio::time::Instant::now();
+        for _ in 0..4 {
+            assert!(matches!(pump.next().await, Some(Step::Event(Event::KeepAlive))));
+        }
+        assert_eq!(begun.elapsed(), KEEP_ALIVE * 4);
+        stopping.cancel();
+        assert!(matches!(pump.next().await, Some(Step::Broken(error)) if error.code == "server_stopping"));
+        assert!(pump.next().await.is_none());
+    }
+
     #[tokio::test]
     async fn a_stream_that_breaks_ends_with_an_error_and_never_an_exit() {
         let broken = || EngineError::LinkBroken { started: true, source: "reset".into() };
