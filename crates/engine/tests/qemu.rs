@@ -11,8 +11,12 @@ use std::{
     time::Duration,
 };
 
-use stockade_engine::{Engine, EngineError, Machine, MachineExit, qemu::QemuEngine};
-use stockade_model::MachineId;
+use stockade_engine::{
+    Engine, EngineError, GuestClient, Machine, MachineExit,
+    guest::WriteFile,
+    qemu::{AcceleratorChoice, QemuEngine},
+};
+use stockade_model::{Accelerator, MachineId};
 use support::{Rig, config, error_text, hello};
 
 fn nothing() -> BTreeSet<MachineId> {
@@ -270,10 +274,80 @@ async fn a_guest_that_does_not_come_up_is_told_by_its_console() {
 }
 
 #[tokio::test]
+async fn kvm_is_judged_by_running_a_kernel_and_the_verdict_is_kept() {
+    let data = tempfile::tempdir().expect("a directory");
+    let mut config = config(data.path()).await;
+    config.accelerator = AcceleratorChoice::Auto;
+    let first = QemuEngine::new(config.clone()).await.expect("an engine").info();
+    let machines = fs::read_dir(data.path().join("machines")).expect("listed").count();
+    assert_eq!(machines, 0, "the machine that was tried is gone");
+    let again = QemuEngine::new(config.clone()).await.expect("an engine").info();
+    assert_eq!(first.accelerator, again.accelerator);
+    config.accelerator = AcceleratorChoice::Kvm;
+    match (QemuEngine::new(config).await, first.accelerator) {
+        (Ok(_), Accelerator::Kvm) | (Err(EngineError::Unsupported { .. }), Accelerator::Tcg) => {}
+        (result, accelerator) => panic!("{accelerator} was chosen, asking for KVM gives {:?}", result.err()),
+    }
+}
+
+#[tokio::test]
 async fn the_bare_emulator_restores_the_same_template() {
     let rig = Rig::new().await;
     let took = rig.engine.bare_restore(&rig.template).await.expect("restored");
     assert!(took > Duration::ZERO);
+}
+
+#[tokio::test]
+async fn machines_have_disks_and_guests_of_their_own() {
+    let rig = Rig::new().await;
+    let (one, other) = (rig.start().await, rig.start().await);
+    one.resume().await.expect("resumed");
+    other.resume().await.expect("resumed");
+    let (guest, foreign) = (one.guest().await.expect("answers"), other.guest().await.expect("answers"));
+    let disk_before = one.usage().expect("read").disk_bytes;
+    let text = vec![7; 1 << 20];
+    write(&guest, "/note", &text).await.expect("written");
+    guest.sync().await.expect("synced");
+    assert!(one.usage().expect("read").disk_bytes >= disk_before + (1 << 20));
+    let path = stockade_wire::files::PathRequest { path: "/note".to_owned(), user: Some("root".to_owned()) };
+    assert_eq!(guest.stat(&path).await.expect("there").size, 1 << 20);
+    assert!(foreign.stat(&path).await.is_err(), "the other machine has a disk of its own");
+
+    // Calls share a session; a broken one is replaced.
+    assert!(guest.is_open());
+    guest.close();
+    let again = one.guest().await.expect("answers");
+    assert_eq!(again.stat(&path).await.expect("there").size, 1 << 20);
+    one.kill().await.expect("killed");
+    other.kill().await.expect("killed");
+    rig.assert_clean().await;
+}
+
+#[tokio::test]
+async fn a_guest_that_powers_off_or_panics_has_ended_itself_and_its_last_words_are_kept() {
+    let rig = Rig::new().await;
+    for (key, words) in [("o", "Power"), ("c", "Kernel panic")] {
+        let machine = rig.start().await;
+        machine.resume().await.expect("resumed");
+        let guest = machine.guest().await.expect("answers");
+        write(&guest, "/proc/sys/kernel/printk", b"7").await.expect("written");
+        // Whether the answer still comes is open.
+        let _ = write(&guest, "/proc/sysrq-trigger", key.as_bytes()).await;
+        let exit = machine.exited().await;
+        let MachineExit::GuestEnded(console) = &exit else { panic!("{exit:?}: {}", machine.console_tail()) };
+        assert!(console.contains(words), "{console}");
+        assert!(machine.guest().await.is_err());
+        machine.kill().await.expect("removed");
+        rig.assert_clean().await;
+    }
+}
+
+/// Writes a file in the guest, in place.
+async fn write(guest: &GuestClient, path: &str, bytes: &[u8]) -> Result<(), EngineError> {
+    let user = Some("root".to_owned());
+    let request = WriteFile { path: path.to_owned(), user, ..WriteFile::default() };
+    let body = futures::stream::iter([Ok(bytes::Bytes::copy_from_slice(bytes))]);
+    guest.write_file(&request, Box::pin(body)).await.map(drop)
 }
 
 /// Runs something in a runtime of its own and drops all of it, as a crash would: connections close, no

@@ -31,8 +31,8 @@ use crate::EngineError;
 /// How much of the console and of the emulator's complaints is kept.
 const CONSOLE_BYTES: usize = 64 << 10;
 const COMPLAINT_BYTES: usize = 4 << 10;
-/// Lines of them that an error shows.
-pub(crate) const SHOWN_LINES: usize = 20;
+/// Lines of them that an error shows; a kernel's panic takes about fifty.
+pub(crate) const SHOWN_LINES: usize = 60;
 /// The emulator's own address space besides guest memory: code, translator, stacks, allocator arenas.
 const ADDRESS_SPACE_MARGIN: u64 = 6 << 30;
 /// Headers and tables of a disk layer besides its data.

@@ -183,7 +183,8 @@ async fn lock(name: &str) -> Flock<File> {
 /// One test process builds it, the others wait for the lock.
 async fn shared_template(engine: &QemuEngine) -> PathBuf {
     let _lock = lock("template").await;
-    let template = cache().join("template");
+    // Another number where the root disk below changes; all else a template depends on it says itself.
+    let template = cache().join("template-2");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
         let boot = TemplateBoot { root_disk: root_disk(&cache()), shape: SHAPE, directory: template.clone() };
@@ -198,6 +199,8 @@ pub fn root_disk(directory: &Path) -> PathBuf {
     for name in ["dev", "proc", "sys", "tmp", "run", "etc", "root", "home", "bin"] {
         fs::create_dir_all(tree.join(name)).expect("a directory");
     }
+    fs::write(tree.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n").expect("written");
+    fs::write(tree.join("etc/group"), "root:x:0:\n").expect("written");
     let _ = fs::remove_file(&disk);
     let status = Command::new("mke2fs").args(["-q", "-t", "ext4", "-d"]).arg(&tree).arg(&disk).arg("64M").status();
     assert!(status.expect("mke2fs runs; `apt-get install e2fsprogs` installs it").success());
