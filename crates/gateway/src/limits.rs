@@ -32,8 +32,10 @@ pub struct Limits {
     pub head_bytes: usize,
     /// Bytes of a request body in which tokens are replaced.
     pub substituted_body_bytes: usize,
-    /// For a TLS hello or a request head to arrive, and for TLS handshakes.
+    /// For a TLS hello or the first bytes of a request to arrive, and for TLS handshakes.
     pub head_timeout_ms: u64,
+    /// For a whole request head to arrive on a connection, counted from the end of the request before.
+    pub idle_timeout_ms: u64,
     /// For a connection outwards.
     pub dial_timeout_ms: u64,
 }
@@ -52,6 +54,7 @@ impl Default for Limits {
             head_bytes: 64 << 10,
             substituted_body_bytes: 16 << 20,
             head_timeout_ms: 10_000,
+            idle_timeout_ms: 60_000,
             dial_timeout_ms: 10_000,
         }
     }
@@ -60,6 +63,10 @@ impl Default for Limits {
 impl Limits {
     pub(crate) fn head_timeout(&self) -> Duration {
         Duration::from_millis(self.head_timeout_ms)
+    }
+
+    pub(crate) fn idle_timeout(&self) -> Duration {
+        Duration::from_millis(self.idle_timeout_ms)
     }
 
     pub(crate) fn dial_timeout(&self) -> Duration {

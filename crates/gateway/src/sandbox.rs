@@ -19,7 +19,7 @@ use crate::{
     gateway::Shared,
     limits::{Bucket, Limits},
     net::{Flow, FlowFacts, FlowKey, FlowStream, GATEWAY_ADDRESS, Guard, Link, Mode, Syn, frame::Datagram},
-    policy::{CompiledPolicy, Decision, Destination, L7, OnDeny},
+    policy::{CompiledPolicy, Decision, Destination, HttpQuestion, L7, OnDeny},
     proxy,
     upstream::{BoxIo, ResolveError},
 };
@@ -172,7 +172,20 @@ impl Sandbox {
         let target = Target { name: facts.name.clone(), address: flow.key.address, port: flow.key.port };
         let decision = self.judge(&policy, &target, facts.upstream);
         let intercepts = facts.name.as_deref().is_some_and(|name| policy.intercepts(name, flow.key.port));
+        let request_allowed = facts.upgrade.as_deref().is_none_or(|upgrade| {
+            let question = HttpQuestion {
+                scheme: upgrade.scheme,
+                host: &upgrade.host,
+                port: flow.key.port,
+                method: &upgrade.method,
+                path: upgrade.uri.path(),
+                query: upgrade.uri.query(),
+                headers: &upgrade.headers,
+            };
+            policy.http(&question).is_forwarded()
+        });
         decision.allowed
+            && request_allowed
             && match facts.mode {
                 Mode::Raw => decision.l7 == L7::Raw && !intercepts,
                 Mode::Pass => matches!(decision.l7, L7::Tls | L7::Web | L7::Raw) && !intercepts,
@@ -323,9 +336,8 @@ impl Guard for Sandbox {
         if !self.syns.take() {
             return Syn::Ignore;
         }
-        let plain = |name, mode| FlowFacts { name, upstream: None, mode };
         if key.port == 53 {
-            return Syn::Accept { hold: false, facts: plain(None, Mode::Sniff) };
+            return Syn::Accept { hold: false, facts: FlowFacts::new(None, Mode::Sniff) };
         }
         let mut target = Target { name: None, address: key.address, port: key.port };
         if NameTable::is_ours(key.address) {
@@ -339,14 +351,14 @@ impl Guard for Sandbox {
         let web = key.port == 80 || key.port == 443;
         if !decision.allowed {
             if web && target.name.is_some() && policy.dns().on_deny == OnDeny::Explain {
-                return Syn::Accept { hold: false, facts: plain(target.name, Mode::Explain) };
+                return Syn::Accept { hold: false, facts: FlowFacts::new(target.name, Mode::Explain) };
             }
             return self.refuse_syn(&target, decision.reason.code(), decision.rule);
         }
         // Where nothing has to be read first, the guest's connect succeeds only if ours does.
         let intercepts = target.name.as_deref().is_some_and(|name| policy.intercepts(name, key.port));
         let hold = decision.l7 == L7::Raw && !intercepts;
-        Syn::Accept { hold, facts: plain(target.name, Mode::Sniff) }
+        Syn::Accept { hold, facts: FlowFacts::new(target.name, Mode::Sniff) }
     }
 
     fn full(&self, key: FlowKey) {

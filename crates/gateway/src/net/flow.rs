@@ -79,6 +79,24 @@ pub(crate) struct FlowFacts {
     pub(crate) name: Option<Arc<str>>,
     pub(crate) upstream: Option<IpAddr>,
     pub(crate) mode: Mode,
+    /// The request that turned the flow into a WebSocket, as the guest sent it.
+    pub(crate) upgrade: Option<Arc<Upgraded>>,
+}
+
+/// A request that turned a connection into something else.
+#[derive(Clone, Debug)]
+pub(crate) struct Upgraded {
+    pub(crate) host: String,
+    pub(crate) method: http::Method,
+    pub(crate) uri: http::Uri,
+    pub(crate) headers: http::HeaderMap,
+    pub(crate) scheme: crate::policy::Scheme,
+}
+
+impl FlowFacts {
+    pub(crate) fn new(name: Option<Arc<str>>, mode: Mode) -> Self {
+        Self { name, upstream: None, mode, upgrade: None }
+    }
 }
 
 pub(crate) struct Flow {

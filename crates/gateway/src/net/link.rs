@@ -353,7 +353,7 @@ impl Link {
                 (!self.flows_lock().contains_key(&key)).then_some(key)
             });
             let key = key.ok_or_else(|| io::Error::from(io::ErrorKind::AddrInUse))?;
-            let facts = FlowFacts { name: None, upstream: None, mode: Mode::Inbound };
+            let facts = FlowFacts::new(None, Mode::Inbound);
             FlowStream::new(self.open(key, facts, &Start::Connect)?)
         };
         stream.flow().drive();

@@ -25,7 +25,7 @@ mod outbox;
 mod stream;
 
 pub(crate) use self::{
-    flow::{Flow, FlowFacts, FlowKey, Mode},
+    flow::{Flow, FlowFacts, FlowKey, Mode, Upgraded},
     link::{Guard, Link, LinkOptions, Syn},
     stream::{FlowStream, splice},
 };

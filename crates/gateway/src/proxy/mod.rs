@@ -116,7 +116,9 @@ impl Handler {
                 Ok(())
             }
             Sniffed::Tls(_) | Sniffed::Http => {
-                let refusal = Refusal::policy("wrong_protocol", &self.target.host(), "only TLS is allowed there");
+                let only =
+                    if decision.l7 == L7::Http { "only HTTP is allowed there" } else { "only TLS is allowed there" };
+                let refusal = Refusal::policy("wrong_protocol", &self.target.host(), only);
                 self.explain(stream, refusal, decision.rule).await
             }
         }

@@ -23,7 +23,7 @@ use crate::{
     audit::{AuditKind, Facts, Verdict},
     broker::{EchoMask, Refused, Sent, Substituter, TokenWatch, read_at_most},
     limits::Limits,
-    net::Flow,
+    net::{Flow, Upgraded},
     policy::{CompiledAction, CompiledPolicy, Destination, HttpQuestion, Scheme, normalize_name},
     sandbox::{Sandbox, Target, facts_of},
 };
@@ -91,8 +91,17 @@ impl Session {
         let policy = self.sandbox.policy();
         self.still_allowed(&policy, &host)?;
         let (mut head, body) = request.into_parts();
-        let upgrade = take_upgrade(&mut head);
+        let mut upgrade = take_upgrade(&mut head);
         strip_hop_headers(&mut head.headers);
+        if let Some(upgrade) = &mut upgrade {
+            upgrade.asked = Some(Upgraded {
+                host: host.clone(),
+                method: head.method.clone(),
+                uri: head.uri.clone(),
+                headers: head.headers.clone(),
+                scheme: self.scheme,
+            });
+        }
         let decision = policy.http(&HttpQuestion {
             scheme: self.scheme,
             host: &host,
@@ -177,6 +186,11 @@ impl Session {
             let (Some(upgrade), Some(protocol)) = (upgrade, protocol) else {
                 return Err(Refusal::upstream(host, "it switched to another protocol unasked"));
             };
+            self.flow.set_facts(|facts| facts.upgrade = upgrade.asked.map(Arc::new));
+            // As for every flow whose bytes are no longer looked at: from here on a change of policy finds it.
+            if !self.sandbox.allows_flow(&self.flow) {
+                return Err(Refusal::policy("policy_changed", host, "its policy changed meanwhile"));
+            }
             tokio::spawn(relay(upgrade.guest, hyper::upgrade::on(&mut response)));
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
             response.headers_mut().insert(header::UPGRADE, protocol);
@@ -339,6 +353,7 @@ fn replace_all(bytes: &[u8], from: &[u8], to: &[u8]) -> (Vec<u8>, usize) {
 struct Upgrade {
     protocol: HeaderValue,
     guest: OnUpgrade,
+    asked: Option<Upgraded>,
 }
 
 /// A WebSocket handshake; other upgrades are dropped, which the protocol allows.
@@ -348,8 +363,11 @@ fn take_upgrade(head: &mut request::Parts) -> Option<Upgrade> {
     let asked = head.headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
     let mut asked = asked.flat_map(|value| value.split(',')).map(str::trim);
     let is_websocket = protocol.as_bytes().eq_ignore_ascii_case(b"websocket");
-    (is_websocket && asked.any(|token| token.eq_ignore_ascii_case("upgrade")))
-        .then(|| Upgrade { protocol: protocol.clone(), guest })
+    (is_websocket && asked.any(|token| token.eq_ignore_ascii_case("upgrade"))).then(|| Upgrade {
+        protocol: protocol.clone(),
+        guest,
+        asked: None,
+    })
 }
 
 /// Removes what belongs to one hop.

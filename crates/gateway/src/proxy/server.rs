@@ -71,7 +71,7 @@ where
     } else {
         hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(limits.head_timeout())
+            .header_read_timeout(limits.idle_timeout())
             .max_buf_size(limits.head_bytes.max(8 << 10))
             .max_headers(MAX_HEADERS)
             .serve_connection(io, service)

@@ -4,4 +4,8 @@
 mod flows;
 mod guest;
 mod names;
+mod requests;
+mod secrets;
+mod servers;
+mod tls;
 mod world;

@@ -34,6 +34,13 @@ pub struct Net {
     pub gate: tokio::sync::RwLock<()>,
 }
 
+impl Net {
+    /// The server behind a public address.
+    pub fn dial_target(&self, public: &str) -> SocketAddr {
+        self.servers.lock().unwrap()[&public.parse().unwrap()]
+    }
+}
+
 #[async_trait]
 impl Resolver for Net {
     async fn resolve(&self, name: &str) -> Result<(Vec<IpAddr>, Duration), ResolveError> {
@@ -72,7 +79,7 @@ pub struct World {
     pub secrets: Arc<Secrets>,
     pub gateway: Gateway,
     /// Signs the servers.
-    pub server_ca: CertificateAuthority,
+    pub server_ca: rcgen::Issuer<'static, rcgen::KeyPair>,
     pub server_ca_pem: String,
 }
 
@@ -100,7 +107,8 @@ impl World {
         config.secrets = Arc::clone(&secrets) as _;
         change(&mut config);
         let gateway = Gateway::new(config).unwrap();
-        let server_ca = CertificateAuthority::from_pem(&server_ca_pem, &server_key).unwrap();
+        let server_key = rcgen::KeyPair::from_pem(server_key.expose()).unwrap();
+        let server_ca = rcgen::Issuer::from_ca_cert_pem(&server_ca_pem, server_key).unwrap();
         Self { net, audit, secrets, gateway, server_ca, server_ca_pem }
     }
 
