@@ -300,7 +300,8 @@ fn main() {
         spec.limits.new_flows_per_second = 100_000;
         let tap: File = tap.recv().unwrap();
         nix::fcntl::fcntl(&tap, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK)).unwrap();
-        let tap = Arc::new(AsyncFd::register(tap).unwrap());
+        // SAFETY: the file owns its descriptor and keeps it for as long as it is registered.
+        let tap = Arc::new(unsafe { AsyncFd::register(tap) }.unwrap());
         gateway.attach_halves(Tap(Arc::clone(&tap)), Tap(tap), spec).unwrap()
     });
     send_ready.send(()).unwrap();

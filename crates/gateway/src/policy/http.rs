@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
-use regex::Regex;
+use regex::bytes::Regex;
 
 use super::{
     CompiledPolicy, HttpAction, HttpRule, Matcher, NamedMatcher, OtherHost, Places, PolicyError, Scheme, Substitution,
@@ -154,7 +154,7 @@ impl Text {
             Self::Exact(want) => text == want,
             Self::Prefix(want) => text.starts_with(want.as_str()),
             Self::Suffix(want) => text.ends_with(want.as_str()),
-            Self::Regex(want) => want.is_match(text),
+            Self::Regex(want) => want.is_match(text.as_bytes()),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use regex::Regex;
+use regex::bytes::Regex;
 
 const MAX_NAME: usize = 253;
 const MAX_LABEL: usize = 63;
@@ -85,7 +85,7 @@ impl NamePattern {
 
 /// A regular expression that has to match a text as a whole and cannot grow large.
 pub(super) fn whole_regex(pattern: &str) -> Result<Regex, String> {
-    regex::RegexBuilder::new(&format!("^(?:{pattern})$"))
+    regex::bytes::RegexBuilder::new(&format!("^(?:{pattern})$"))
         .unicode(false)
         .size_limit(MAX_REGEX_BYTES)
         .build()
@@ -128,7 +128,7 @@ impl NameSet {
             }
             rest = parent;
         }
-        self.regexes.iter().any(|regex| regex.is_match(name))
+        self.regexes.iter().any(|regex| regex.is_match(name.as_bytes()))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
