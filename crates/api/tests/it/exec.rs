@@ -230,6 +230,10 @@ async fn a_stop_of_the_server_ends_streams_with_an_error_and_leaves_the_process(
     let last = lines.rest().await.pop().expect("a last line");
     assert_eq!((&last["type"], &last["error"]["code"]), (&json!("error"), &json!("server_stopping")));
     assert!(within(stop).await.expect("no panic"), "all had ended within the grace time");
+    // The process is there still: it goes with its machine.
+    let machines = t.host.machines();
+    assert_eq!(machines.len(), 1);
+    t.host.end(&machines[0], stockade_engine::MachineExit::Killed);
 }
 
 #[tokio::test]

@@ -201,7 +201,6 @@ async fn paths_that_are_none_are_refused() {
 }
 
 #[tokio::test]
-#[ignore = "the guest agent does not watch yet"]
 async fn a_watch_says_when_it_stands_and_what_changes() {
     let (t, place) = (TestServer::start().await, Place::new());
     let id = t.create().await;
