@@ -8,28 +8,38 @@ use std::{
 use nix::unistd::{AccessFlags, access};
 
 use super::{Check, as_root, try_run};
+use crate::{args::Accel, server::engine};
 
-/// By running a guest on it.
-pub(super) async fn kvm() -> Check {
+const SLOWER: &str = "sandboxes run emulated: about 10 times slower, and the jail is the wall, not the processor";
+
+/// By booting the guests' own kernel on it, which takes a moment where it does not work.
+pub(super) async fn kvm(data_dir: &Path) -> Check {
     const NAME: &str = "kvm";
     let device = Path::new("/dev/kvm");
-    let slower =
-        "sandboxes run under software emulation: about 10 times slower, and the jail is the wall, not the processor";
     if !device.exists() {
-        return Check::warn(
-            NAME,
-            format!("there is no /dev/kvm; {slower}"),
-            as_root("modprobe --all kvm_intel kvm_amd"),
-        );
+        let finding = format!("there is no /dev/kvm; {SLOWER}");
+        return Check::warn(NAME, finding, as_root("modprobe --all kvm_intel kvm_amd"));
     }
     if access(device, AccessFlags::R_OK | AccessFlags::W_OK).is_err() {
-        return Check::warn(
-            NAME,
-            format!("this user may not open /dev/kvm; {slower}"),
-            as_root("usermod --append --groups kvm $USER"),
-        );
+        let finding = format!("this user may not open /dev/kvm; {SLOWER}");
+        return Check::warn(NAME, finding, as_root("usermod --append --groups kvm $USER"));
     }
-    Check::ok(NAME, "/dev/kvm is there")
+    let kernel_dir = data_dir.join("kernel");
+    if !kernel_dir.join("initramfs").exists() {
+        let finding = "/dev/kvm is there; whether a guest runs on it is tried once there is a kernel";
+        return Check::warn(NAME, finding, "stockade up, then stockade doctor");
+    }
+    let place = match tempfile::TempDir::with_prefix("stockade-doctor-") {
+        Ok(place) => place,
+        Err(error) => return Check::warn(NAME, format!("cannot be tried: {error}"), "free some space in /tmp"),
+    };
+    match engine::open(place.path(), &kernel_dir, Accel::Kvm).await {
+        Ok(_) => Check::ok(NAME, "a guest's kernel runs on it"),
+        Err(failure) => {
+            let finding = format!("{failure}; {SLOWER}");
+            Check::warn(NAME, finding, "nothing to do here; on real hardware enable virtualisation in the firmware")
+        }
+    }
 }
 
 /// By making a jail like the emulator's.

@@ -74,7 +74,7 @@ pub(crate) async fn doctor(common: &Common, args: Doctor, ui: Ui) -> Result<u8, 
     let plan = Plan { data_dir, http: args.http, https: args.https, base_domain: args.base_domain };
     let mut checks = vec![host::processor()];
     checks.extend(programs::checks().await);
-    checks.push(isolation::kvm().await);
+    checks.push(isolation::kvm(&plan.data_dir).await);
     checks.push(isolation::namespaces().await);
     checks.push(isolation::cgroups());
     checks.extend([host::memory(), host::disk(&plan.data_dir), host::data_dir(&plan.data_dir), host::clock()]);

@@ -33,7 +33,7 @@ pub(crate) struct TestServer {
 impl TestServer {
     pub(crate) async fn start() -> Self {
         let directory = TempDir::new().expect("a directory");
-        let host = FakeHost::new().expect("a host");
+        let host = FakeHost::hosting().expect("a host");
         let engine = Arc::new(FakeEngine::new(host.clone()));
         let secret = SecretFile::open_or_create(&directory.path().join("secret")).expect("a secret");
         let store = Store::open(&directory.path().join("db"), secret).await.expect("a store");
