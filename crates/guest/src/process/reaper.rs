@@ -34,21 +34,20 @@ fn sweep(shared: &Weak<Shared>) -> bool {
     let processes = &shared.processes;
     if std::process::id() == 1 {
         while let Some(pid) = waiting_child() {
-            if !processes.reap(pid, || wait(pid)) {
-                wait(pid);
-            }
+            processes.reap_any(pid, || wait(pid));
         }
     } else {
-        sweep_own(processes);
+        // The program around a hosted agent may have other children.
+        for pid in processes.children() {
+            sweep_one(processes, pid);
+        }
     }
     true
 }
 
-/// Reaps the agent's own children only; the program around it may have others.
-pub(super) fn sweep_own(processes: &Processes) {
-    for pid in processes.children() {
-        processes.reap(pid, || wait(pid));
-    }
+/// Reaps one of the agent's own children if it has ended.
+pub(super) fn sweep_one(processes: &Processes, pid: i32) {
+    processes.reap(pid, || wait(pid));
 }
 
 /// A child that has ended, left unreaped.

@@ -2,8 +2,10 @@
 //! calls and nothing else.
 
 use std::{
+    arch::asm,
     ffi::CString,
-    io,
+    fs::File,
+    io::{self, Read},
     os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
     ptr,
 };
@@ -33,6 +35,9 @@ pub(super) struct Plan<'a> {
 /// From `linux/sched.h`; the library's constant is cut to 32 bits.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
+/// What a child needs between fork and exec, and then some.
+const CHILD_STACK: usize = 32 << 10;
+
 /// Where the child failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u8)]
@@ -44,47 +49,56 @@ enum Stage {
     Exec = 5,
 }
 
-/// A child that may not have reached its program yet.
-pub(super) struct Child {
-    pub(super) pid: i32,
-    /// Closes without a byte when the program runs; else says what failed.
-    pub(super) report: OwnedFd,
+/// What became of a child.
+pub(super) enum Spawned {
+    /// It is in its program.
+    Running(i32),
+    /// It could not get there; it has been waited for.
+    Failed(Report),
 }
 
-/// The bytes of a failed child's report.
-pub(super) const REPORT_BYTES: usize = 5;
+/// Stage and error of a failed child.
+pub(super) type Report = [u8; REPORT_BYTES];
+
+const REPORT_BYTES: usize = 5;
 
 impl Plan<'_> {
-    /// Forks. The child is in the process's cgroup from its first instruction; where the users' share of
-    /// processes is used up, it is born in the agent's group and moves (the limit does not hold for moves), so
-    /// that a fork bomb cannot keep anyone out.
-    pub(super) fn spawn(&self) -> io::Result<Child> {
+    /// Starts the program and waits until it runs. The child is in the process's cgroup from its first
+    /// instruction; where the users' share of processes is used up, it is born in the agent's group and moves (the
+    /// limit does not hold for moves, which are slow), so that a fork bomb cannot keep anyone out.
+    pub(super) fn spawn(&self) -> io::Result<Spawned> {
         let (report, report_child) = pipe()?;
-        set_nonblocking(report.as_raw_fd())?;
         let mover = self.cgroup.map(|group| path_of(group.procs_path()));
-        let raw = Raw::new(self, report_child.as_raw_fd());
+        let mut raw = Raw::new(self, report_child.as_raw_fd());
         let blocked = SignalBlock::all()?;
-        let pid = match self.cgroup {
-            None => fork(),
-            Some(group) => match fork_into(group.directory_fd()) {
-                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => fork().inspect(|pid| {
-                    if let (0, Some(path)) = (*pid, &mover) {
-                        raw.move_into(path);
-                    }
-                }),
+        let pid = match (self.cgroup, &mover) {
+            (Some(group), Some(mover)) => match raw.fork(Some(group.directory_fd())) {
+                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {
+                    raw.mover = Some(mover);
+                    raw.fork(None)
+                }
                 other => other,
             },
+            _ => raw.fork(None),
         };
-        if matches!(pid, Ok(0)) {
-            raw.become_program();
-        }
         drop(blocked);
-        Ok(Child { pid: pid?, report })
+        let pid = pid?;
+        drop(report_child);
+        // The writing end is closed by now in parent and child: this does not wait.
+        let mut failure = Report::default();
+        match File::from(report).read_exact(&mut failure) {
+            Ok(()) => {
+                // SAFETY: a null status is allowed. Should the reaper have been faster, there is no such child.
+                unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
+                Ok(Spawned::Failed(failure))
+            }
+            Err(_) => Ok(Spawned::Running(pid)),
+        }
     }
 }
 
 /// What a failed child's report means, in terms of what was asked.
-pub(super) fn explain(report: [u8; REPORT_BYTES], program: &str, cwd: &str, user: &str) -> ErrorBody {
+pub(super) fn explain(report: Report, program: &str, cwd: &str, user: &str) -> ErrorBody {
     let [stage, errno @ ..] = report;
     let error = io::Error::from_raw_os_error(i32::from_ne_bytes(errno));
     let words = error.to_string();
@@ -121,11 +135,56 @@ struct Raw<'a> {
     argv: Vec<*const libc::c_char>,
     env: Vec<*const libc::c_char>,
     report: RawFd,
+    /// Where the child moves itself if it could not be born in its cgroup.
+    mover: Option<&'a CString>,
 }
 
 impl<'a> Raw<'a> {
     fn new(plan: &'a Plan<'a>, report: RawFd) -> Self {
-        Self { plan, argv: pointers(&plan.argv), env: pointers(&plan.env), report }
+        Self { plan, argv: pointers(&plan.argv), env: pointers(&plan.env), report, mover: None }
+    }
+
+    /// Makes a child that borrows the agent's memory until it is in its program (as `vfork` does): copying
+    /// page tables is what a fork costs, and under emulation it costs most.
+    fn fork(&self, cgroup: Option<RawFd>) -> io::Result<i32> {
+        let mut stack = vec![0u128; CHILD_STACK / size_of::<u128>()];
+        // SAFETY: all zero is a valid value of this plain struct.
+        let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
+        arguments.flags = (libc::CLONE_VM | libc::CLONE_VFORK) as u64;
+        arguments.exit_signal = libc::SIGCHLD as u64;
+        arguments.stack = stack.as_mut_ptr() as u64;
+        arguments.stack_size = CHILD_STACK as u64;
+        if let Some(cgroup) = cgroup {
+            arguments.flags |= CLONE_INTO_CGROUP;
+            arguments.cgroup = cgroup as u64;
+        }
+        let result: isize;
+        // SAFETY: the child runs on a stack of its own and never returns from `run_child`. This thread stands
+        // still until the child has executed its program or ended, so `self`, the stack and the
+        // arguments outlive the child's use of them. The child makes system calls only.
+        unsafe {
+            asm!(
+                "syscall",
+                "test rax, rax",
+                "jnz 2f",
+                "xor ebp, ebp",
+                "mov rdi, {raw}",
+                "call {run}",
+                "ud2",
+                "2:",
+                raw = in(reg) ptr::from_ref(self),
+                run = in(reg) run_child as extern "C" fn(*const Raw<'_>) -> !,
+                inlateout("rax") libc::SYS_clone3 as isize => result,
+                in("rdi") &raw const arguments,
+                in("rsi") size_of::<libc::clone_args>(),
+                out("rcx") _,
+                out("r11") _,
+            );
+        }
+        match result {
+            error @ ..0 => Err(io::Error::from_raw_os_error(-error as i32)),
+            pid => Ok(pid as i32),
+        }
     }
 
     /// In the child: joins the cgroup by hand.
@@ -145,6 +204,9 @@ impl<'a> Raw<'a> {
         // memory prepared before the fork; nothing allocates or takes a lock.
         unsafe {
             let plan = self.plan;
+            if let Some(procs) = self.mover {
+                self.move_into(procs);
+            }
             libc::setsid();
             if plan.is_machine {
                 lower_reserves();
@@ -246,22 +308,10 @@ fn path_of(path: std::path::PathBuf) -> CString {
     CString::new(path.into_os_string().into_vec()).unwrap_or_default()
 }
 
-/// A fork without the library's hooks: nothing in the child needs them.
-fn fork() -> io::Result<i32> {
-    // SAFETY: like fork; the child only makes system calls until it execs or ends.
-    let pid = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
-    check(pid).map(|pid| pid as i32)
-}
-
-fn fork_into(cgroup: RawFd) -> io::Result<i32> {
-    // SAFETY: all zero is a valid value of this plain struct.
-    let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
-    arguments.flags = CLONE_INTO_CGROUP;
-    arguments.exit_signal = libc::SIGCHLD as u64;
-    arguments.cgroup = cgroup as u64;
-    // SAFETY: like fork; the arguments live over the call.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const arguments, size_of::<libc::clone_args>()) };
-    check(pid).map(|pid| pid as i32)
+/// Where a child begins.
+extern "C" fn run_child(raw: *const Raw<'_>) -> ! {
+    // SAFETY: it comes from `Raw::fork`, which waits.
+    unsafe { &*raw }.become_program()
 }
 
 /// A pipe whose ends are closed on exec: reader, writer.

@@ -27,12 +27,13 @@ use super::{
     log::Log,
     pump::{self, Source},
     reaper,
-    spawn::{self, Plan, REPORT_BYTES},
+    spawn::{self, Plan, Spawned},
 };
 use crate::{
     Agent,
     account::Account,
     agent::unix_ms,
+    bulk,
     failure::{Result, check, code_of, failed, invalid},
     fd::watched,
     files,
@@ -58,50 +59,20 @@ impl Agent {
 
 async fn start(agent: &Agent, request: StartRequest) -> Result<Reader> {
     validate(&request)?;
-    let account = agent.account(request.user.as_deref())?;
-    let settings = agent.settings();
-    let wanted_cwd = request.cwd.as_deref().filter(|cwd| !cwd.is_empty()).or(settings.default_cwd.as_deref());
-    let cwd = files::absolute(wanted_cwd.unwrap_or("~"), &account.home)?;
-    let env = environment(&account, &settings.env, &request);
-    let argv = argv(&request.command);
-    let place = agent.shared().processes.reserve(request.tag.as_deref())?;
-    let cgroup = agent.cgroups().map(super::Cgroups::make).transpose().map_err(out_of("make the process's cgroup"))?;
-    let pipes = Pipes::make(&request).map_err(out_of("make the process's pipes"))?;
-    let plan = Plan {
-        candidates: candidates(&argv[0], &env).into_iter().filter_map(|path| CString::new(path).ok()).collect(),
-        argv: c_strings(argv.iter().cloned())?,
-        env: c_strings(env.iter().map(|(key, value)| format!("{key}={value}")))?,
-        cwd: CString::new(cwd.as_str()).map_err(|_| invalid("cwd contains a NUL byte"))?,
-        account: &account,
-        stdio: pipes.child_side(),
-        is_terminal: pipes.is_terminal(),
-        cgroup: cgroup.as_ref(),
-        is_machine: agent.is_machine(),
-    };
     let processes = &agent.shared().processes;
-    let forked = processes.adopt(|| plan.spawn().map(|child| (child.pid, child)));
-    drop(plan);
-    let (child, ended) = match forked {
-        Ok(forked) => forked,
-        Err(error) => {
-            discard(agent, cgroup.as_ref());
-            return Err(out_of("start a process")(error));
-        }
-    };
-    // A child that ended before it was in the table has had its SIGCHLD already.
-    reaper::sweep_own(processes);
-    let (input, sources) = pipes.agent_side().map_err(failed("set up the process's pipes"))?;
-    if let Some(report) = report(child.report).await {
-        discard(agent, cgroup.as_ref());
-        return Err(spawn::explain(report, &argv[0], &cwd, &account.name));
-    }
+    let place = processes.reserve(request.tag.as_deref())?;
+    let (blocking_agent, blocking_request) = (agent.clone(), request.clone());
+    let begun = bulk::run(move || begin(&blocking_agent, &blocking_request)).await?;
+    let ended = processes.claim(begun.pid);
+    // Where the agent is not process 1, a child that ended before this has had its SIGCHLD already.
+    reaper::sweep_one(processes, begun.pid);
+    let (input, sources) = begun.pipes.agent_side().map_err(failed("set up the process's pipes"))?;
     let time = request.timeout_ms.map(Duration::from_millis);
-    let info = info(request, child.pid, account.name, cwd);
     let process = Arc::new(Process {
-        info,
+        info: info(request, begun.pid, begun.user, begun.cwd),
         log: Log::new(),
         input,
-        cgroup,
+        cgroup: begun.cgroup,
         has_ended: watch::channel(false).0,
         agent: agent.clone(),
     });
@@ -113,10 +84,45 @@ async fn start(agent: &Agent, request: StartRequest) -> Result<Reader> {
     Ok(reader)
 }
 
-fn discard(agent: &Agent, cgroup: Option<&Cgroup>) {
-    if let (Some(cgroups), Some(cgroup)) = (agent.cgroups(), cgroup) {
+/// A process that runs its program.
+struct Begun {
+    pid: i32,
+    pipes: Pipes,
+    cgroup: Option<Cgroup>,
+    user: String,
+    cwd: String,
+}
+
+/// The part that may block: the directory and the program may lie on a file system that stands still.
+fn begin(agent: &Agent, request: &StartRequest) -> Result<Begun> {
+    let account = agent.account(request.user.as_deref())?;
+    let settings = agent.settings();
+    let wanted_cwd = request.cwd.as_deref().filter(|cwd| !cwd.is_empty()).or(settings.default_cwd.as_deref());
+    let cwd = files::absolute(wanted_cwd.unwrap_or("~"), &account.home)?;
+    let env = environment(&account, &settings.env, request);
+    let argv = argv(&request.command);
+    let cgroup = agent.cgroups().map(super::Cgroups::make).transpose().map_err(out_of("make the process's cgroup"))?;
+    let pipes = Pipes::make(request).map_err(out_of("make the process's pipes"))?;
+    let plan = Plan {
+        candidates: c_strings(candidates(&argv[0], &env).into_iter())?,
+        argv: c_strings(argv.iter().cloned())?,
+        env: c_strings(env.iter().map(|(key, value)| format!("{key}={value}")))?,
+        cwd: CString::new(cwd.as_str()).map_err(|_| invalid("cwd contains a NUL byte"))?,
+        account: &account,
+        stdio: pipes.child_side(),
+        is_terminal: pipes.is_terminal(),
+        cgroup: cgroup.as_ref(),
+        is_machine: agent.is_machine(),
+    };
+    let failure = match plan.spawn() {
+        Ok(Spawned::Running(pid)) => return Ok(Begun { pid, pipes, cgroup, user: account.name, cwd }),
+        Ok(Spawned::Failed(report)) => spawn::explain(report, &argv[0], &cwd, &account.name),
+        Err(error) => out_of("start a process")(error),
+    };
+    if let (Some(cgroups), Some(cgroup)) = (agent.cgroups(), &cgroup) {
         cgroups.discard(cgroup);
     }
+    Err(failure)
 }
 
 /// Resources the guest may be out of, told as such.
@@ -206,26 +212,6 @@ fn info(request: StartRequest, pid: i32, user: String, cwd: String) -> ProcessIn
         pty: request.pty.is_some(),
         started_unix_ms: unix_ms(),
         exit: None,
-    }
-}
-
-/// Waits until the child is in its program; else what it reports. On a thread that must not block: the
-/// program may lie on a file system that stands still.
-async fn report(fd: OwnedFd) -> Option<[u8; REPORT_BYTES]> {
-    let mut report = [0; REPORT_BYTES];
-    let read = |fd: RawFd, report: &mut [u8; REPORT_BYTES]| {
-        // SAFETY: pointer and length are those of a live array.
-        check(unsafe { libc::read(fd, report.as_mut_ptr().cast(), REPORT_BYTES) } as libc::c_long)
-    };
-    let fd = watched(fd, Interest::READABLE).ok()?;
-    loop {
-        let mut guard = fd.readable().await.ok()?;
-        match guard.try_io(|fd| read(fd.as_raw_fd(), &mut report)) {
-            Ok(Ok(length)) => return (length == REPORT_BYTES as i64).then_some(report),
-            Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Ok(Err(_)) => return None,
-            Err(_would_block) => {}
-        }
     }
 }
 

@@ -55,6 +55,8 @@ struct Inner {
     ended: VecDeque<Arc<Process>>,
     /// Children not yet reaped: where to tell their end.
     children: HashMap<i32, oneshot::Sender<Ended>>,
+    /// Children that process 1 has reaped while some start was under way: one of them may be its child.
+    unclaimed: HashMap<i32, Ended>,
 }
 
 /// A place in the table for a process about to start; given back unless the start succeeds.
@@ -132,16 +134,15 @@ impl Processes {
         }
     }
 
-    /// Runs `fork` so that the child cannot be reaped before it is known as ours.
-    pub(super) fn adopt<T>(
-        &self,
-        fork: impl FnOnce() -> std::io::Result<(i32, T)>,
-    ) -> std::io::Result<(T, oneshot::Receiver<Ended>)> {
+    /// A child's end, whenever it comes: it may have been reaped before its start was done.
+    pub(super) fn claim(&self, pid: i32) -> oneshot::Receiver<Ended> {
         let mut inner = self.lock();
-        let (pid, value) = fork()?;
         let (sender, receiver) = oneshot::channel();
-        inner.children.insert(pid, sender);
-        Ok((value, receiver))
+        match inner.unclaimed.remove(&pid) {
+            Some(ended) => drop(sender.send(ended)),
+            None => drop(inner.children.insert(pid, sender)),
+        }
+        receiver
     }
 
     /// Children to be waited for.
@@ -150,17 +151,35 @@ impl Processes {
     }
 
     /// Calls `wait` for a child if it is ours and not yet reaped; no other child can take its id meanwhile.
-    pub(super) fn reap(&self, pid: i32, wait: impl FnOnce() -> Option<Ended>) -> bool {
+    pub(super) fn reap(&self, pid: i32, wait: impl FnOnce() -> Option<Ended>) {
         let mut inner = self.lock();
-        if !inner.children.contains_key(&pid) {
-            return false;
-        }
-        if let Some(ended) = wait()
+        if inner.children.contains_key(&pid)
+            && let Some(ended) = wait()
             && let Some(sender) = inner.children.remove(&pid)
         {
             let _ = sender.send(ended);
         }
-        true
+    }
+
+    /// As process 1: reaps any child, an orphan as well.
+    pub(super) fn reap_any(&self, pid: i32, wait: impl FnOnce() -> Option<Ended>) {
+        let mut inner = self.lock();
+        let Some(ended) = wait() else { return };
+        if let Some(sender) = inner.children.remove(&pid) {
+            let _ = sender.send(ended);
+        } else if inner.starting > 0 {
+            inner.unclaimed.insert(pid, ended);
+        }
+    }
+}
+
+impl Inner {
+    /// A start is over, one way or the other.
+    fn end_start(&mut self) {
+        self.starting -= 1;
+        if self.starting == 0 {
+            self.unclaimed.clear();
+        }
     }
 }
 
@@ -187,7 +206,7 @@ impl Place<'_> {
             inner.tags.insert(tag.clone(), pid);
         }
         inner.by_pid.insert(pid, process);
-        inner.starting -= 1;
+        inner.end_start();
         self.is_taken = true;
     }
 }
@@ -198,7 +217,7 @@ impl Drop for Place<'_> {
             return;
         }
         let mut inner = self.processes.lock();
-        inner.starting -= 1;
+        inner.end_start();
         if let Some(tag) = &self.tag {
             inner.tags.remove(tag);
         }
