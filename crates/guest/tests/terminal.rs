@@ -44,8 +44,9 @@ async fn resize_interrupt_and_exit_code_reach_their_process() {
     wait_for(&mut events, "size 50 132").await;
     send(&guest, &events, "q\n").await;
     wait_for(&mut events, "left-5").await;
-    send(&guest, &events, "echo go; sleep 300\n").await;
-    wait_for(&mut events, "go\r\n").await;
+    // Said by the job itself: by then it is in the foreground.
+    send(&guest, &events, "sh -c 'echo $((40+1))-go; exec sleep 300'\n").await;
+    wait_for(&mut events, "41-go").await;
     send(&guest, &events, "\u{3}").await;
     send(&guest, &events, "echo back-$((40+2))\n").await;
     wait_for(&mut events, "back-42").await;

@@ -59,10 +59,11 @@ async fn answer_json(agent: &Agent, path: &str, request: Request<Incoming>) -> R
         }
         route::REMOVE => {
             let wire::RemoveRequest { path, user, recursive, missing_ok } = http::read_json(request).await?;
-            with(agent, user.as_deref(), &path, move |path, _| {
-                remove::remove(path, recursive, missing_ok).map(|()| serde_json::Map::new())
-            })
-            .await
+            let account = agent.account(user.as_deref())?;
+            let path = absolute(&path, &account.home)?;
+            // A large tree takes its time.
+            bulk::run_as(&account, move || remove::remove(&path, recursive, missing_ok)).await?;
+            Ok(http::done())
         }
         route::SYMLINK => {
             let wire::SymlinkRequest { target, path, user } = http::read_json(request).await?;
@@ -78,7 +79,7 @@ async fn answer_json(agent: &Agent, path: &str, request: Request<Incoming>) -> R
     }
 }
 
-/// Runs an operation on a path with a user's rights and answers with what it gives.
+/// Runs a short operation on a path with a user's rights and answers with what it gives.
 async fn with<T, F>(agent: &Agent, user: Option<&str>, path: &str, operation: F) -> Result<Response<Reply>>
 where
     T: Serialize + Send + 'static,
@@ -87,7 +88,7 @@ where
     let account = agent.account(user)?;
     let path = absolute(path, &account.home)?;
     let user = account.clone();
-    http::json(&bulk::run_as(&account, move || operation(&path, &user)).await?)
+    http::json(&bulk::quick_as(&account, move || operation(&path, &user)).await?)
 }
 
 /// A path as a request gives it, made absolute: `/x`, `~`, `~/x`, or relative to the home.

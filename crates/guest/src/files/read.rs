@@ -36,7 +36,7 @@ pub(super) async fn answer(agent: &Agent, request: Request<Incoming>) -> Result<
     let path = absolute(query.text("path").unwrap_or_default(), &account.home)?;
     let offset = query.parsed("offset")?.unwrap_or(0);
     let length = query.parsed("length")?.unwrap_or(u64::MAX);
-    let opened = bulk::run_as(&account, move || {
+    let opened = bulk::quick_as(&account, move || {
         let (file, info) = open(&path)?;
         let piece = read_piece(&file, offset, length).map_err(failed(format_args!("read '{path}'")))?;
         Ok((file, info, piece))

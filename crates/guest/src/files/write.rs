@@ -29,6 +29,8 @@ use crate::{
 };
 
 const PIECE: usize = 256 << 10;
+/// A piece this small goes into the page cache at once.
+const SMALL: usize = 64 << 10;
 /// How a temporary file's name begins; a random number follows.
 const TEMPORARY: &str = ".stockade-";
 
@@ -56,19 +58,20 @@ pub(super) async fn answer(agent: &Agent, request: Request<Incoming>) -> Result<
     }
     let mut body = request.into_body();
     let (mut piece, mut is_last) = next_piece(&mut body).await?;
-    let mut target = bulk::run_as(&account, move || Target::open(order)).await?;
+    let mut target = bulk::quick_as(&account, move || Target::open(order)).await?;
     loop {
-        let written = bulk::run(move || {
+        let is_small = piece.len() <= SMALL;
+        let work = move || {
             target.write(&piece)?;
             Ok(target)
-        });
-        target = written.await?;
+        };
+        target = if is_small { bulk::quick(work).await? } else { bulk::run(work).await? };
         if is_last {
             break;
         }
         (piece, is_last) = next_piece(&mut body).await?;
     }
-    http::json(&bulk::run_as(&account, move || target.finish()).await?)
+    http::json(&bulk::quick_as(&account, move || target.finish()).await?)
 }
 
 /// Up to [`PIECE`] bytes and whether they were the last.

@@ -37,7 +37,7 @@ const RING: u64 = 1 << 20;
 /// What a chunk costs beyond its bytes.
 const CHUNK_COST: u64 = 128;
 /// Small chunks are sent together up to this size.
-const JOINED: usize = 16 << 10;
+const JOINED: usize = 32 << 10;
 /// A reader hears something after at least one and less than two of these.
 const SILENCE: Duration = Duration::from_secs(8);
 

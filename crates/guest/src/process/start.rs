@@ -62,7 +62,7 @@ async fn start(agent: &Agent, request: StartRequest) -> Result<Reader> {
     let processes = &agent.shared().processes;
     let place = processes.reserve(request.tag.as_deref())?;
     let (blocking_agent, blocking_request) = (agent.clone(), request.clone());
-    let begun = bulk::run(move || begin(&blocking_agent, &blocking_request)).await?;
+    let begun = bulk::quick(move || begin(&blocking_agent, &blocking_request)).await?;
     let ended = processes.claim(begun.pid);
     // Where the agent is not process 1, a child that ended before this has had its SIGCHLD already.
     reaper::sweep_one(processes, begun.pid);
