@@ -171,7 +171,7 @@ impl Sandbox {
         let policy = self.policy();
         let target = Target { name: facts.name.clone(), address: flow.key.address, port: flow.key.port };
         let decision = self.judge(&policy, &target, facts.upstream);
-        let intercepts = facts.name.as_deref().is_some_and(|name| policy.intercepts(name, flow.key.port));
+        let reads = facts.name.as_deref().is_some_and(|name| policy.reads(name, flow.key.port, &decision));
         let request_allowed = facts.upgrade.as_deref().is_none_or(|upgrade| {
             let question = HttpQuestion {
                 scheme: upgrade.scheme,
@@ -187,8 +187,9 @@ impl Sandbox {
         decision.allowed
             && request_allowed
             && match facts.mode {
-                Mode::Raw => decision.l7 == L7::Raw && !intercepts,
-                Mode::Pass => matches!(decision.l7, L7::Tls | L7::Web | L7::Raw) && !intercepts,
+                Mode::Raw => decision.l7 == L7::Raw && !reads,
+                Mode::Opaque => decision.l7 == L7::Raw,
+                Mode::Pass => matches!(decision.l7, L7::Tls | L7::Web | L7::Raw) && !reads,
                 Mode::Sniff | Mode::Requests | Mode::Explain | Mode::Inbound => true,
             }
     }
@@ -356,8 +357,8 @@ impl Guard for Sandbox {
             return self.refuse_syn(&target, decision.reason.code(), decision.rule);
         }
         // Where nothing has to be read first, the guest's connect succeeds only if ours does.
-        let intercepts = target.name.as_deref().is_some_and(|name| policy.intercepts(name, key.port));
-        let hold = decision.l7 == L7::Raw && !intercepts;
+        let reads = target.name.as_deref().is_some_and(|name| policy.reads(name, key.port, &decision));
+        let hold = decision.l7 == L7::Raw && !reads;
         Syn::Accept { hold, facts: FlowFacts::new(target.name, Mode::Sniff) }
     }
 

@@ -85,6 +85,13 @@ fn what_cannot_be_honoured_is_refused_with_its_field() {
     let mut closed = http(json!({"hosts": ["*"], "action": "deny"}));
     closed["intercept"] = json!({"never": ["pinned.example"]});
     assert!(compile(closed).unwrap_err().contains("http[0].hosts[0]"));
+    // Nor may a tenant close a host that an outer layer has rules for.
+    let layer = |value: Value| serde_json::from_value::<Policy>(value).unwrap();
+    let layers = [
+        layer(http(json!({"hosts": ["a.example"], "action": "deny"}))),
+        layer(json!({"intercept": {"never": ["a.example"]}})),
+    ];
+    assert!(CompiledPolicy::compile_layers(&Floor::default(), &layers).is_err());
     let floor = Floor { open_cidrs: vec!["169.254.169.254/32".into()], ..Floor::default() };
     assert!(CompiledPolicy::compile(&floor, &Policy::default()).unwrap_err().to_string().contains("open_cidrs[0]"));
 }

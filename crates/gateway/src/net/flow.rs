@@ -52,6 +52,8 @@ pub(crate) enum Mode {
     Pass,
     /// Any bytes.
     Raw,
+    /// Bytes that are neither TLS nor HTTP, where both would be read.
+    Opaque,
     /// HTTP requests judged one by one.
     Requests,
     /// A refusal is being explained.
@@ -65,7 +67,7 @@ impl Mode {
         match self {
             Self::Sniff => "sniff",
             Self::Pass => "pass",
-            Self::Raw => "raw",
+            Self::Raw | Self::Opaque => "raw",
             Self::Requests => "requests",
             Self::Explain => "explain",
             Self::Inbound => "inbound",
@@ -349,6 +351,16 @@ impl Flow {
             }
         }
         self.drive();
+    }
+
+    /// Gives it up without a word: a fault in the stack, or a guest that starts anew on the same ports.
+    pub(super) fn forget(self: &Arc<Self>, link: &Arc<Link>) {
+        let driven = {
+            let mut tcp = self.lock();
+            let first = !std::mem::replace(&mut tcp.gone, true);
+            Driven { serve: false, opened: first && std::mem::take(&mut tcp.half_open), gone: first }
+        };
+        link.after(self, driven);
     }
 
     pub(super) fn is_lingering(&self) -> bool {

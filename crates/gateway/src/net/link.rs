@@ -90,10 +90,16 @@ pub(crate) struct Link {
     pub(crate) bytes_to_guest: AtomicU64,
     options: LinkOptions,
     guard: Arc<dyn Guard>,
-    flows: Mutex<HashMap<FlowKey, Arc<Flow>>>,
+    flows: Mutex<Flows>,
     half_open: AtomicUsize,
     next_id: AtomicU64,
     guest_mac: AtomicU64,
+}
+
+#[derive(Default)]
+struct Flows {
+    by_key: HashMap<FlowKey, Arc<Flow>>,
+    ended: bool,
 }
 
 fn mac_to_u64(mac: [u8; 6]) -> u64 {
@@ -137,17 +143,17 @@ impl Link {
         mac
     }
 
-    fn flows_lock(&self) -> MutexGuard<'_, HashMap<FlowKey, Arc<Flow>>> {
+    fn flows_lock(&self) -> MutexGuard<'_, Flows> {
         self.flows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// All flows there are now.
     pub(crate) fn flows(&self) -> Vec<Arc<Flow>> {
-        self.flows_lock().values().cloned().collect()
+        self.flows_lock().by_key.values().cloned().collect()
     }
 
     pub(crate) fn flow_count(&self) -> usize {
-        self.flows_lock().len()
+        self.flows_lock().by_key.len()
     }
 
     pub(crate) fn half_open_count(&self) -> usize {
@@ -178,8 +184,9 @@ impl Link {
         self.end(error.as_ref());
     }
 
-    /// Resets everything.
+    /// Resets everything; no flow starts any more.
     pub(crate) fn end(&self, error: Option<&io::Error>) {
+        self.flows_lock().ended = true;
         for flow in self.flows() {
             flow.abort();
         }
@@ -190,9 +197,9 @@ impl Link {
     async fn tick(self: Arc<Self>) -> io::Result<()> {
         loop {
             let (at, key) = self.clock.due().await;
-            let flow = self.flows_lock().get(&key).cloned();
+            let flow = self.flows_lock().by_key.get(&key).cloned();
             if let Some(flow) = flow {
-                flow.tick(at);
+                self.contain(&flow, |flow| flow.tick(at));
             }
         }
     }
@@ -223,8 +230,7 @@ impl Link {
             buffer.copy_within(used..filled, 0);
             filled -= used;
             for flow in touched.drain(..) {
-                let flow: Arc<Flow> = flow;
-                flow.drive();
+                self.contain(&flow, Flow::drive);
             }
         }
     }
@@ -283,26 +289,39 @@ impl Link {
         let key = FlowKey { guest_port: segment.from_port, address: segment.to, port: segment.to_port };
         // Segments come in runs of one flow.
         let known = touched.last().filter(|flow| flow.key == key).cloned();
-        let known = known.or_else(|| self.flows_lock().get(&key).cloned());
+        let known = known.or_else(|| self.flows_lock().by_key.get(&key).cloned());
         let is_syn = segment.flags & (flags::SYN | flags::ACK | flags::RST) == flags::SYN;
-        let known = known.filter(|flow| !(is_syn && flow.is_lingering()));
         let flow = match known {
-            Some(flow) => flow,
+            Some(flow) if !(is_syn && flow.is_lingering()) => flow,
+            Some(old) => {
+                old.forget(self);
+                match self.admit(key, segment) {
+                    Some(flow) => flow,
+                    None => return,
+                }
+            }
             None if is_syn => match self.admit(key, segment) {
                 Some(flow) => flow,
                 None => return,
             },
             None => return self.refuse(segment),
         };
-        // A fault in the stack ends this flow and no other.
-        if catch_unwind(AssertUnwindSafe(|| flow.take(self, segment.packet))).is_err() {
-            tracing::error!(flow = flow.id, "the TCP stack failed on a guest's segment; its flow is reset");
-            self.flows_lock().remove(&key);
+        if !self.contain(&flow, |flow| flow.take(self, segment.packet)) {
             return self.refuse(segment);
         }
         if touched.last().is_none_or(|last| !Arc::ptr_eq(last, &flow)) {
             touched.push(flow);
         }
+    }
+
+    /// A fault in the stack ends the flow it happened in and no other.
+    fn contain(self: &Arc<Self>, flow: &Arc<Flow>, work: impl FnOnce(&Arc<Flow>)) -> bool {
+        let done = catch_unwind(AssertUnwindSafe(|| work(flow))).is_ok();
+        if !done {
+            tracing::error!(flow = flow.id, "the TCP stack failed on a flow of a guest; the flow is gone");
+            flow.forget(self);
+        }
+        done
     }
 
     fn refuse(&self, segment: &Segment<'_>) {
@@ -334,8 +353,14 @@ impl Link {
     fn open(self: &Arc<Self>, key: FlowKey, facts: FlowFacts, start: &Start) -> io::Result<Arc<Flow>> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let flow = Arc::new(Flow::new(id, key, self, facts, start)?);
-        self.half_open.fetch_add(1, Ordering::Relaxed);
-        self.flows_lock().insert(key, Arc::clone(&flow));
+        {
+            let mut flows = self.flows_lock();
+            if flows.ended {
+                return Err(io::ErrorKind::NotConnected.into());
+            }
+            self.half_open.fetch_add(1, Ordering::Relaxed);
+            flows.by_key.insert(key, Arc::clone(&flow));
+        }
         if matches!(start, Start::Listen { hold: true }) {
             self.guard.serve(FlowStream::new(Arc::clone(&flow)));
         }
@@ -350,7 +375,7 @@ impl Link {
                 let next = self.next_id.fetch_add(1, Ordering::Relaxed);
                 let local = FIRST_INBOUND_PORT + (next % u64::from(u16::MAX - FIRST_INBOUND_PORT)) as u16;
                 let key = FlowKey { guest_port: port, address: GATEWAY_ADDRESS, port: local };
-                (!self.flows_lock().contains_key(&key)).then_some(key)
+                (!self.flows_lock().by_key.contains_key(&key)).then_some(key)
             });
             let key = key.ok_or_else(|| io::Error::from(io::ErrorKind::AddrInUse))?;
             let facts = FlowFacts::new(None, Mode::Inbound);
@@ -371,8 +396,8 @@ impl Link {
         }
         if driven.gone {
             let mut flows = self.flows_lock();
-            if flows.get(&flow.key).is_some_and(|current| Arc::ptr_eq(current, flow)) {
-                flows.remove(&flow.key);
+            if flows.by_key.get(&flow.key).is_some_and(|current| Arc::ptr_eq(current, flow)) {
+                flows.by_key.remove(&flow.key);
             }
             drop(flows);
             self.guard.ended(flow);
@@ -405,7 +430,7 @@ impl Link {
             }
             self.outbox.written(&mut taken);
             while let Some(flow) = self.outbox.next_blocked() {
-                flow.has_room();
+                self.contain(&flow, Flow::has_room);
             }
         }
     }

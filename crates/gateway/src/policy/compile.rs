@@ -5,7 +5,7 @@ use std::{collections::HashSet, fmt::Display, net::IpAddr};
 use ipnet::IpNet;
 
 use super::{
-    Action, DefaultAction, DnsPolicy, Floor, HttpAction, L7, OnDeny, Policy, Ports, Rule, addresses,
+    Action, Decision, DefaultAction, DnsPolicy, Floor, HttpAction, L7, OnDeny, Policy, Ports, Rule, addresses,
     http::{CompiledHttpRule, CompiledSubstitution, compile_attribution},
     names::{NamePattern, NameSet, normalize_name},
 };
@@ -113,7 +113,10 @@ impl CompiledPolicy {
             floor: compile_floor(floor)?,
             dns,
             deny_encrypted_client_hello: layers.iter().any(|layer| layer.deny_encrypted_client_hello),
-            layers: layers.iter().map(compile_layer).collect::<Result<_, _>>()?,
+            layers: {
+                let never: Vec<String> = layers.iter().flat_map(|layer| layer.intercept.never.clone()).collect();
+                layers.iter().map(|layer| compile_layer(layer, &never)).collect::<Result<_, _>>()?
+            },
         })
     }
 
@@ -135,6 +138,17 @@ impl CompiledPolicy {
     /// All tokens of the sandbox.
     pub(crate) fn substitutions(&self) -> impl Iterator<Item = &CompiledSubstitution> {
         self.layers.iter().flat_map(|layer| &layer.substitutions)
+    }
+
+    /// Whether a connection that `decision` allows is read, so that it has to be told what it is. A rule that says
+    /// raw means it, except on the web's ports and where an HTTP rule names the port.
+    pub(crate) fn reads(&self, name: &str, port: u16, decision: &Decision) -> bool {
+        let said_raw = decision.l7 == L7::Raw && decision.rule.is_some() && port != 80 && port != 443;
+        if !said_raw {
+            return self.intercepts(name, port);
+        }
+        self.intercepts(name, port)
+            && self.layers.iter().any(|layer| layer.http.iter().any(|rule| rule.names_port(name, port)))
     }
 
     /// Whether TLS to `name` is opened.
@@ -166,7 +180,8 @@ fn compile_floor(floor: &Floor) -> Result<CompiledFloor, PolicyError> {
     })
 }
 
-fn compile_layer(policy: &Policy) -> Result<Layer, PolicyError> {
+/// `never` are the hosts no layer lets us open: a tenant must not get rid of a bound's rule by closing its host.
+fn compile_layer(policy: &Policy, never: &[String]) -> Result<Layer, PolicyError> {
     for (field, count) in
         [("rules", policy.rules.len()), ("http", policy.http.len()), ("substitutions", policy.substitutions.len())]
     {
@@ -195,7 +210,7 @@ fn compile_layer(policy: &Policy) -> Result<Layer, PolicyError> {
         attribution: compile_attribution(&policy.attribution)?,
     };
     refuse_repeated_placeholders(policy)?;
-    refuse_rules_on_closed_hosts(policy, &layer.never)?;
+    refuse_rules_on_closed_hosts(policy, never)?;
     Ok(layer)
 }
 
@@ -210,7 +225,8 @@ fn refuse_repeated_placeholders(policy: &Policy) -> Result<(), PolicyError> {
 }
 
 /// A rule on what is inside TLS cannot be honoured for a host that is never opened.
-fn refuse_rules_on_closed_hosts(policy: &Policy, never: &NameSet) -> Result<(), PolicyError> {
+fn refuse_rules_on_closed_hosts(policy: &Policy, never_list: &[String]) -> Result<(), PolicyError> {
+    let never = name_set("intercept.never", never_list)?;
     let check = |field: String, hosts: &[String], refuses: bool| {
         for (at, host) in hosts.iter().enumerate() {
             let clash = match NamePattern::parse(host) {
@@ -218,7 +234,7 @@ fn refuse_rules_on_closed_hosts(policy: &Policy, never: &NameSet) -> Result<(), 
                 Ok(NamePattern::Below { suffix, apex }) => {
                     never.matches(&format!("x.{suffix}"))
                         || apex && never.matches(&suffix)
-                        || policy.intercept.never.iter().any(|other| ends_below(other, &suffix))
+                        || never_list.iter().any(|other| ends_below(other, &suffix))
                 }
                 // A header for "all hosts" is understood as all that can be opened; a refusal is not.
                 _ => refuses && !never.is_empty(),

@@ -81,6 +81,7 @@ impl CompiledPolicy {
         let mode = match scheme {
             _ if literal.is_some() && decision.l7 == L7::Raw => "raw",
             None => "raw",
+            Some(_) if decision.l7 == L7::Raw && !self.reads(&name, port, &decision) => "raw",
             Some(Scheme::Http) if literal.is_none() => "mediate",
             Some(Scheme::Https) if self.intercepts(&name, port) => "intercept",
             Some(_) => "pass",

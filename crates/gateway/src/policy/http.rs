@@ -244,6 +244,10 @@ impl CompiledHttpRule {
         self.scheme != Some(Scheme::Http) && self.port.is_none_or(|want| want == port) && self.hosts.matches(host)
     }
 
+    pub(super) fn names_port(&self, host: &str, port: u16) -> bool {
+        self.port == Some(port) && self.may_need_tls_open(host, port)
+    }
+
     fn matches(&self, question: &HttpQuestion<'_>, canonical: bool) -> bool {
         let denies = matches!(self.action, CompiledAction::Deny);
         let path_matches = match &self.path {

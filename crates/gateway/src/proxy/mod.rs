@@ -47,6 +47,8 @@ pub(crate) type BodyError = Box<dyn std::error::Error + Send + Sync>;
 /// A body of any origin.
 pub(crate) type BoxBody = UnsyncBoxBody<Bytes, BodyError>;
 
+/// Who waits long enough must not get past being looked at.
+const SILENCE: &str = "nothing was said in time";
 const LONGEST_QUESTION: usize = 4_096;
 
 /// Serves a flow to its end.
@@ -91,13 +93,14 @@ impl Handler {
         if !decision.allowed {
             return self.refuse_by_policy(stream, &decision).await;
         }
-        let intercepts = self.target.name.as_deref().is_some_and(|name| policy.intercepts(name, self.target.port));
+        let reads = |name: &str| policy.reads(name, self.target.port, &decision);
+        let intercepts = self.target.name.as_deref().is_some_and(reads);
         if decision.l7 == L7::Raw && !intercepts {
             return self.pass(stream, Mode::Raw, &decision, None).await;
         }
         let sniffed = match timeout(self.sandbox.limits.head_timeout(), stream.peek(sniff)).await {
             Ok(sniffed) => sniffed?,
-            Err(_) => Sniffed::Other("nothing was said in time"),
+            Err(_) => Sniffed::Other(SILENCE),
         };
         match sniffed {
             Sniffed::Tls(hello) if matches!(decision.l7, L7::Tls | L7::Web | L7::Raw) => {
@@ -107,7 +110,9 @@ impl Handler {
                 stream.flow().set_facts(|facts| facts.mode = Mode::Requests);
                 self.requests(stream, Scheme::Http).await
             }
-            Sniffed::Other(_) if decision.l7 == L7::Raw => self.pass(stream, Mode::Raw, &decision, None).await,
+            Sniffed::Other(problem) if decision.l7 == L7::Raw && problem != SILENCE => {
+                self.pass(stream, Mode::Opaque, &decision, None).await
+            }
             Sniffed::Other(problem) => {
                 self.record(&stream, AuditKind::Connect, Verdict::Deny, "not_web", |facts| {
                     facts.detail = Some(problem.to_owned());

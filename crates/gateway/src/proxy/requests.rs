@@ -158,6 +158,10 @@ impl Session {
         mut more: Facts,
         misplaced: &Mutex<Option<String>>,
     ) -> Result<Outcome, Refusal> {
+        if !masks.is_empty() {
+            // What is compressed cannot be looked at.
+            request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        }
         if let Some(upgrade) = &upgrade {
             request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
             request.headers_mut().insert(header::UPGRADE, upgrade.protocol.clone());

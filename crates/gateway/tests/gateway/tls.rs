@@ -287,3 +287,37 @@ async fn an_ipv6_only_host_is_reached_through_ipv4_in_the_guest() {
     assert_eq!(Http1::over(stream).await.send(get("six.example", "/")).await.status, 200);
     assert_eq!(server.count(), 1);
 }
+
+#[tokio::test]
+async fn a_raw_rule_means_it_unless_a_rule_has_to_read_the_port() {
+    let world = World::new();
+    world.secret("API_KEY", "value");
+    world.https("git.example", "93.184.216.34", &["http/1.1"]).await;
+    let echo = super::world::echo_server().await;
+    world.serve("93.184.216.34:22", echo);
+    let (guest, attachment) = world.attach_with(
+        json!({
+            "default": "deny",
+            "rules": [{"action": "allow", "names": ["git.example"], "ports": [22, 443], "l7": "raw"}],
+            "http": [{"hosts": ["git.example"], "path": {"prefix": "/admin"}, "action": "deny"}],
+        }),
+        |spec| spec.limits.head_timeout_ms = 100,
+    );
+    // A server may speak first on 22: nobody waits for the client.
+    let mut ssh = guest.connect_name("git.example", 22).await.unwrap();
+    ssh.write_all(b"SSH-2.0-x\r\n").await.unwrap();
+    let mut banner = [0; 11];
+    ssh.read_exact(&mut banner).await.unwrap();
+    // On 443 TLS is still read, and waiting does not help.
+    let reply = world.get_inside(&guest, http::Request::get("/admin").header("host", "git.example")).await;
+    assert_eq!(reply.code(), "http_rule");
+    let mut silent = guest.connect_name("git.example", 443).await.unwrap();
+    assert_eq!(say(&mut silent, b"").await, (vec![], true));
+    // Once a rule names the port, what was never looked at ends.
+    let named = json!({
+        "default": "deny",
+        "rules": [{"action": "allow", "names": ["git.example"], "ports": [22, 443], "l7": "raw"}],
+        "http": [{"hosts": ["git.example"], "port": 22, "action": "deny"}],
+    });
+    assert_eq!(attachment.set_policy(&[serde_json::from_value(named).unwrap()]).unwrap(), 1);
+}
