@@ -10,18 +10,15 @@
 #![allow(clippy::unwrap_used, reason = "a measuring tool stops at the first error")]
 
 use std::{
-    fs::{File, OpenOptions},
     io::{self, Read, Write},
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream},
-    os::fd::AsRawFd,
-    pin::Pin,
+    os::fd::OwnedFd,
     process::Command,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc,
     },
-    task::{Context, Poll, ready},
     thread,
     time::{Duration, Instant},
 };
@@ -29,10 +26,9 @@ use std::{
 use async_trait::async_trait;
 use stockade_gateway::{
     AttachSpec, Attachment, BoxIo, CertificateAuthority, Dialer, Framing, Gateway, GatewayConfig,
-    net::{GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, MTU, PREFIX_LENGTH},
+    net::{GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, MTU, PREFIX_LENGTH, tap},
 };
 use stockade_model::SandboxId;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf, unix::AsyncFd};
 
 const PUBLIC: Ipv4Addr = Ipv4Addr::new(93, 184, 216, 34);
 const BLOCK: usize = 128 << 10;
@@ -51,60 +47,10 @@ impl Dialer for ToLoopback {
     }
 }
 
-/// One half of a TAP device.
-struct Tap(Arc<AsyncFd<File>>);
-
-impl AsyncRead for Tap {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        loop {
-            let mut guard = ready!(self.0.poll_read_ready(cx))?;
-            if let Ok(read) = guard.try_io(|fd| fd.get_ref().read(buf.initialize_unfilled())) {
-                return Poll::Ready(read.map(|count| buf.advance(count)));
-            }
-        }
-    }
-}
-
-impl AsyncWrite for Tap {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.poll_write_vectored(cx, &[io::IoSlice::new(bytes)])
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        parts: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        loop {
-            let mut guard = ready!(self.0.poll_write_ready(cx))?;
-            if let Ok(written) = guard.try_io(|fd| fd.get_ref().write_vectored(parts)) {
-                return Poll::Ready(written);
-            }
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-}
-
 /// Moves the calling thread (and those it starts) into a namespace of its own and makes its only way out.
-fn enter_namespace() -> File {
+fn enter_namespace() -> OwnedFd {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
-    let tap = OpenOptions::new().read(true).write(true).open("/dev/net/tun").unwrap();
-    let mut request = [0_u8; 40];
-    request[..4].copy_from_slice(b"eth0");
-    let flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as u16;
-    request[16..18].copy_from_slice(&flags.to_ne_bytes());
-    // SAFETY: TUNSETIFF reads an ifreq, for which 40 bytes are enough.
-    assert_eq!(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETIFF as _, request.as_ptr()) }, 0);
-    const CHECKSUMS: libc::c_ulong = 1;
-    // SAFETY: TUNSETOFFLOAD takes its argument by value.
-    assert_eq!(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETOFFLOAD as _, CHECKSUMS) }, 0);
+    let tap = tap::open("eth0").unwrap();
     let mac: Vec<String> = GUEST_MAC.iter().map(|byte| format!("{byte:02x}")).collect();
     for line in [
         format!("link set eth0 address {} mtu {MTU} up", mac.join(":")),
@@ -298,11 +244,8 @@ fn main() {
         let mut spec = AttachSpec::new(SandboxId::random(), policy);
         spec.framing = Framing::OnePerCallWithVnetHeader;
         spec.limits.new_flows_per_second = 100_000;
-        let tap: File = tap.recv().unwrap();
-        nix::fcntl::fcntl(&tap, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK)).unwrap();
-        // SAFETY: the file owns its descriptor and keeps it for as long as it is registered.
-        let tap = Arc::new(unsafe { AsyncFd::register(tap) }.unwrap());
-        gateway.attach_halves(Tap(Arc::clone(&tap)), Tap(tap), spec).unwrap()
+        let (reader, writer) = tap::split(tap.recv().unwrap()).unwrap();
+        gateway.attach_halves(reader, writer, spec).unwrap()
     });
     send_ready.send(()).unwrap();
     client.join().unwrap();

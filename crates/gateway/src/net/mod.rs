@@ -23,6 +23,7 @@ pub mod frame;
 mod link;
 mod outbox;
 mod stream;
+pub mod tap;
 
 pub(crate) use self::{
     flow::{Flow, FlowFacts, FlowKey, Mode, Upgraded},

@@ -3,6 +3,7 @@
 
 mod flows;
 mod guest;
+mod kernel;
 mod names;
 mod requests;
 mod secrets;

@@ -193,6 +193,9 @@ pub async fn source_server(count: usize) -> SocketAddr {
                     }
                     left -= now;
                 }
+                // Closed with bytes unread, it would reset the connection and lose the last ones sent.
+                let _ = stream.shutdown().await;
+                let _ = tokio::io::copy(&mut stream, &mut tokio::io::sink()).await;
             });
         }
     });
