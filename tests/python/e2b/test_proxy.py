@@ -100,13 +100,21 @@ def test_a_closed_port_and_a_dead_sandbox_are_told_apart(box, make, edge):
 
 
 def test_web_sockets(box, edge):
+    from websockets.exceptions import InvalidStatus
     from websockets.sync.client import connect
 
     box.files.write("/tmp/e2b-suite-ws.py", WEB_SOCKET)
     handle = box.commands.run("exec python3 /tmp/e2b-suite-ws.py", background=True, timeout=0)
     host = box.get_host(PORT + 1)
-    raw = socket.create_connection(("127.0.0.1", edge.port))
-    with connect(f"wss://{host}/", sock=raw, ssl=edge.context, open_timeout=60) as web_socket:
+
+    def open_it():
+        raw = socket.create_connection(("127.0.0.1", edge.port))
+        try:
+            return connect(f"wss://{host}/", sock=raw, ssl=edge.context, open_timeout=60)
+        except InvalidStatus:
+            return None
+
+    with eventually(open_it) as web_socket:
         for text in ("hello", "again"):
             web_socket.send(text)
             assert web_socket.recv(timeout=60) == text

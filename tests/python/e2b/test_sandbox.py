@@ -118,10 +118,9 @@ def test_environment_of_a_sandbox(make):
     assert sandbox.commands.run("echo $ONE", envs={"ONE": "other"}).stdout == "other\n"
 
 
-@pytest.mark.machine
-def test_a_guest_knows_it_is_a_sandbox(box):
-    assert box.commands.run("echo $E2B_SANDBOX $E2B_SANDBOX_ID").stdout.split() == ["true", box.sandbox_id]
-    assert box.files.read("/run/e2b/.E2B_SANDBOX_ID").strip() == box.sandbox_id
+def test_a_process_knows_its_sandbox(box):
+    known = box.commands.run("echo $E2B_SANDBOX $E2B_SANDBOX_ID $E2B_TEMPLATE_ID").stdout.split()
+    assert known == ["true", box.sandbox_id, box.get_info().template_id]
 
 
 def test_context_manager_ends_the_sandbox(server):

@@ -13,6 +13,7 @@ use stockade_engine::{
     EngineError,
     guest::{Events, Selector},
 };
+use stockade_model::Sandbox;
 use stockade_wire::{ErrorCode, event::Event, process};
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 
@@ -117,12 +118,26 @@ pub(super) async fn start(call: ServerStream<StartRequest>) -> Response {
 }
 
 async fn start_items(caller: Caller, message: StartRequest) -> Result<impl Stream<Item = Item>, ConnectError> {
-    let request = message.wire(caller.user.clone(), caller.timeout)?;
+    let mut request = message.wire(caller.user.clone(), caller.timeout)?;
+    for (name, value) in identity(&caller.sandbox) {
+        if !caller.sandbox.env.contains_key(name) {
+            request.env.entry(name.to_owned()).or_insert(value);
+        }
+    }
     let asked = Asked { user: request.user.as_deref(), cwd: request.cwd.as_deref(), path: None };
     let events = caller.guest.start(&request).await.map_err(|error| asked.connect_error(error))?;
     // The guest keeps the deadline; this is for a guest that no longer can.
     let patience = caller.timeout.map(|timeout| timeout + Duration::from_secs(5));
     items(events, caller.keep_alive, caller.timeout, patience)
+}
+
+/// What every process is told of its sandbox.
+fn identity(sandbox: &Sandbox) -> [(&'static str, String); 3] {
+    [
+        ("E2B_SANDBOX", "true".to_owned()),
+        ("E2B_SANDBOX_ID", sandbox.id.to_string()),
+        ("E2B_TEMPLATE_ID", sandbox.template.to_string()),
+    ]
 }
 
 pub(super) async fn connect(call: ServerStream<ProcessRequest>) -> Response {
@@ -351,10 +366,13 @@ struct ProcessInfo {
 pub(super) async fn list(call: Unary<Empty>) -> Result<Reply<ListResponse>, ConnectError> {
     let list = call.caller.guest.processes().await.map_err(|error| Asked::default().connect_error(error))?;
     let running = list.processes.into_iter().filter(|process| process.exit.is_none());
-    Ok(Reply(ListResponse { processes: running.map(describe).collect() }))
+    let ours = identity(&call.caller.sandbox);
+    Ok(Reply(ListResponse { processes: running.map(|process| describe(process, &ours)).collect() }))
 }
 
-fn describe(process: process::ProcessInfo) -> ProcessInfo {
+/// A process as it was asked for: without `ours`, which every process has.
+fn describe(mut process: process::ProcessInfo, ours: &[(&'static str, String)]) -> ProcessInfo {
+    process.env.retain(|name, value| !ours.iter().any(|(our, text)| our == name && text == value));
     let mut argv = match process.command {
         process::Command::Argv(argv) => argv,
         process::Command::Shell(line) => vec!["/bin/bash".to_owned(), "-l".to_owned(), "-c".to_owned(), line],
