@@ -78,10 +78,12 @@ def test_ctrl_c_interrupts_and_ctrl_d_ends(box):
     handle = box.pty.create(PtySize(rows=24, cols=80))
     # An interrupt throws away what was typed ahead, and an end of input counts only where a program reads
     # lines, so each step waits for the one before.
+    box.pty.send_stdin(handle.pid, b"PS1='at-''prompt>'\n")
+    read_until(handle, b"at-prompt>")
     box.pty.send_stdin(handle.pid, b"echo rea''dy; sleep 1000\n")
     read_until(handle, b"ready")
     box.pty.send_stdin(handle.pid, b"\x03")
-    read_until(handle, b"^C")
+    read_until(handle, b"at-prompt>")
     box.pty.send_stdin(handle.pid, b"echo rea''ding; cat; echo re''ad; exit 9\n")
     read_until(handle, b"reading")
     box.pty.send_stdin(handle.pid, b"\x04")
