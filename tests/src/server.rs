@@ -30,6 +30,8 @@ use crate::{
 /// A first start builds the base template, on a slow mirror and behind other tests.
 const START_PATIENCE: Duration = Duration::from_secs(1500);
 const STOP_PATIENCE: Duration = Duration::from_secs(60);
+/// Holds the pid of the test a data directory belongs to.
+const OWNER: &str = "test-pid";
 const POLL: Duration = Duration::from_millis(20);
 
 /// A running `stockade up`. Dropping it ends the server and its machines; [`TestServer::stop`] also
@@ -82,7 +84,9 @@ impl TestServer {
         // because sockets have paths, too.
         let parent = target_directory().join("t");
         fs::create_dir_all(&parent).expect("the target directory is ours");
+        clear_up_after_the_dead(&parent);
         let data = tempfile::Builder::new().prefix("").rand_bytes(8).tempdir_in(parent).expect("it can be created");
+        fs::write(data.path().join(OWNER), std::process::id().to_string()).expect("it can be written to");
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         let mut server = Self { data, arguments, running: None, client: Client::new(), cgroup_prefix: None };
         server.start_again().await;
@@ -92,7 +96,6 @@ impl TestServer {
     /// Starts the server over the data directory of one that has ended.
     pub async fn start_again(&mut self) {
         assert!(self.running.is_none(), "it still runs");
-        // What is there may be from a server that was killed; the pid in it tells.
         let log = File::options().create(true).append(true).open(self.log_file()).expect("the log can be opened");
         let mut child = Command::new(stockade_program())
             .args(["up", "--http", "127.0.0.1:0", "--https", "127.0.0.1:0", "--no-self-check"])
@@ -109,6 +112,7 @@ impl TestServer {
                 if let Some(status) = child.try_wait().expect("it is our child") {
                     panic!("the server ended with {status}:\n{}", self.log());
                 }
+                // One from before, of a server that was killed, has another pid.
                 let ready = fs::read(self.data_dir().join("ready.json")).ok();
                 let ready: Option<Ready> = ready.and_then(|text| serde_json::from_slice(&text).ok());
                 match ready {
@@ -293,13 +297,28 @@ impl Drop for TestServer {
         if let Some(running) = &mut self.running {
             signal(running.child.id(), Signal::SIGKILL);
         }
-        // Only what names this very directory.
-        for (pid, _) in processes(self.data.path()) {
-            signal(u32::try_from(pid).ok(), Signal::SIGKILL);
-        }
+        kill_processes(self.data.path());
         if std::thread::panicking() {
             let _ = writeln!(std::io::stderr(), "server's log:\n{}", self.log());
         }
+    }
+}
+
+/// A test that was killed could not clear up; the next one does it.
+fn clear_up_after_the_dead(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let Ok(owner) = fs::read_to_string(entry.path().join(OWNER)) else { continue };
+        if !Path::new("/proc").join(owner).exists() {
+            kill_processes(&entry.path());
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// Only those that name this very directory.
+fn kill_processes(data_dir: &Path) {
+    for (pid, _) in processes(data_dir) {
+        signal(u32::try_from(pid).ok(), Signal::SIGKILL);
     }
 }
 

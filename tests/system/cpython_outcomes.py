@@ -16,7 +16,7 @@ import xml.etree.ElementTree
 def run(modules, only=()):
     with tempfile.TemporaryDirectory() as scratch:
         report = os.path.join(scratch, "report.xml")
-        command = [sys.executable, "-m", "test", "--junit-xml", report, "--timeout", "1200"]
+        command = [sys.executable, "-m", "test", "--junit-xml", report, "-j2", "--timeout", "3000"]
         for name in only:
             command += ["-m", name]
         log = os.path.join(scratch, "log")
