@@ -17,7 +17,7 @@ use stockade_engine::{
     qemu::{AcceleratorChoice, QemuEngine},
 };
 use stockade_model::{Accelerator, MachineId};
-use support::{Rig, config, error_text, hello};
+use support::{DataDir, Rig, config, error_text, hello};
 
 fn nothing() -> BTreeSet<MachineId> {
     BTreeSet::new()
@@ -89,7 +89,7 @@ async fn an_emulator_that_dies_is_reported_and_its_remains_go_with_kill() {
 
 #[test]
 fn a_machine_survives_its_server_and_is_adopted_with_its_memory() {
-    let data = tempfile::tempdir().expect("a directory");
+    let data = DataDir::new();
     let id = MachineId::random();
     let pid = in_a_server_that_crashes(async {
         let rig = Rig::on(data.path()).await;
@@ -121,7 +121,7 @@ fn a_machine_survives_its_server_and_is_adopted_with_its_memory() {
 
 #[test]
 fn a_machine_that_ended_while_no_server_ran_is_not_adopted_and_removed() {
-    let data = tempfile::tempdir().expect("a directory");
+    let data = DataDir::new();
     let id = MachineId::random();
     let pid = in_a_server_that_crashes(async {
         let rig = Rig::on(data.path()).await;
@@ -138,7 +138,7 @@ fn a_machine_that_ended_while_no_server_ran_is_not_adopted_and_removed() {
 
 #[test]
 fn a_sweep_finds_a_machine_whose_record_is_lost() {
-    let data = tempfile::tempdir().expect("a directory");
+    let data = DataDir::new();
     let id = MachineId::random();
     in_a_server_that_crashes(async {
         let rig = Rig::on(data.path()).await;
@@ -183,7 +183,7 @@ fn starts_machines_for_ever() {
 
 #[tokio::test]
 async fn a_server_killed_at_any_moment_leaves_nothing_a_sweep_does_not_remove() {
-    let data = tempfile::tempdir().expect("a directory");
+    let data = DataDir::new();
     let rig = Rig::on(data.path()).await;
     for round in 0..8_u64 {
         let mut server = Command::new(std::env::current_exe().expect("this program"))
@@ -253,7 +253,7 @@ async fn a_damaged_or_foreign_template_is_refused_with_its_reason() {
 
 #[tokio::test]
 async fn a_guest_that_does_not_come_up_is_told_by_its_console() {
-    let data = tempfile::tempdir().expect("a directory");
+    let data = DataDir::new();
     let broken = data.path().join("initramfs");
     fs::write(&broken, "no file system").expect("written");
     let mut config = config(data.path()).await;
@@ -275,7 +275,7 @@ async fn a_guest_that_does_not_come_up_is_told_by_its_console() {
 
 #[tokio::test]
 async fn kvm_is_judged_by_running_a_kernel_and_the_verdict_is_kept() {
-    let data = tempfile::tempdir().expect("a directory");
+    let data = DataDir::new();
     let mut config = config(data.path()).await;
     config.accelerator = AcceleratorChoice::Auto;
     let first = QemuEngine::new(config.clone()).await.expect("an engine").info();

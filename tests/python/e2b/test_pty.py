@@ -77,11 +77,10 @@ def test_connect_to_an_unknown_terminal_is_not_found(box):
 def test_ctrl_c_interrupts_and_ctrl_d_ends(box):
     handle = box.pty.create(PtySize(rows=24, cols=80))
     # An interrupt throws away what was typed ahead, and an end of input counts only where a program reads
-    # lines, so each step waits for the one before. The child says that it is ready: by then it has the
-    # terminal, which a shell that has just forked does not promise.
+    # lines, so each step waits for the one before.
     box.pty.send_stdin(handle.pid, b"PS1='at-''prompt>'\n")
     read_until(handle, b"at-prompt>")
-    box.pty.send_stdin(handle.pid, b"sh -c \"echo rea''dy; exec sleep 1000\"\n")
+    box.pty.send_stdin(handle.pid, b"echo rea''dy; sleep 1000\n")
     read_until(handle, b"ready")
     box.pty.send_stdin(handle.pid, b"\x03")
     read_until(handle, b"at-prompt>")

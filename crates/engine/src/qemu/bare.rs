@@ -17,8 +17,8 @@ use tokio::{net::UnixStream, process::Command};
 
 use super::{
     Host, agent, command_line,
-    command_line::{MachineArguments, Origin},
-    manifest::{DEVICE_STATE, MACHINE_LAYER, Manifest},
+    command_line::{Layer, MachineArguments, Origin, RootDisk, TEMPLATE_NODE},
+    manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, Manifest, ROOT},
     qmp::Qmp,
     restore::Memories,
     template::{migrate, set_capabilities},
@@ -46,18 +46,26 @@ pub(crate) async fn restore(host: &Arc<Host>, memories: &Memories, template: &Pa
     let (control, link, console) = (bind("control")?, bind("link")?, bind("console")?);
     let inherited = [&state, memory.file()].map(AsRawFd::as_raw_fd);
     let inherited = [inherited[0], inherited[1], control.as_raw_fd(), link.as_raw_fd(), console.as_raw_fd()];
+    let text = |path: &Path| path.display().to_string();
+    let disk = RootDisk {
+        lower: vec![Layer {
+            node: TEMPLATE_NODE.to_owned(),
+            path: text(&template.join(DISK)),
+            raw_below: Some(text(&template.join(ROOT))),
+        }],
+        top: Layer { node: "top".to_owned(), path: text(&disk), raw_below: None },
+    };
     let arguments = command_line::arguments(&MachineArguments {
         name: "bare",
         shape: manifest.shape,
         accelerator: host.accelerator,
-        disk: &disk.display().to_string(),
-        template_override: Some(&template.display().to_string()),
+        disk: &disk,
         firmware: &host.firmware.display().to_string(),
         memory: memory.file().as_raw_fd(),
         control: control.as_raw_fd(),
         link: link.as_raw_fd(),
         console: console.as_raw_fd(),
-        origin: Origin::Snapshot,
+        origin: Origin::Template,
         seccomp: false,
     });
     let mut command = Command::new(&host.emulator);

@@ -3,17 +3,22 @@
 //! A restored machine must have the devices of the template it comes from, in the same order: both
 //! come from [`arguments`], which differ only in how memory is mapped and where the machine comes from.
 //!
-//! Names inside the jail are fixed (`/machine`, `/template`, `/boot`), because overlays store the names
-//! of their backing files.
+//! Names inside the jail are fixed (`/machine`, `/layers`, `/template`, `/boot`), because a running
+//! emulator knows its files by them.
 
 use std::os::fd::RawFd;
 
 use stockade_model::{Accelerator, MachineShape};
 
-use super::manifest::{DISK, ROOT};
+use super::{
+    layers::{DiskChain, LayerId},
+    manifest::DISK,
+};
 
-/// Where a machine's own overlay is in the jail.
-pub(crate) const MACHINE_DISK: &str = "/machine/disk.qcow2";
+/// Where what a machine may write to is in the jail.
+pub(crate) const MACHINE_DIR: &str = "/machine";
+/// Where the layers of its disk are in the jail.
+pub(crate) const LAYERS_DIR: &str = "/layers";
 /// Where the template's directory is in the jail.
 pub(crate) const TEMPLATE_DIR: &str = "/template";
 /// Where the firmware is in the jail.
@@ -26,8 +31,10 @@ pub(crate) const KERNEL: &str = "vmlinuz";
 pub(crate) const INITRAMFS: &str = "initramfs";
 /// The machine type; part of what a template needs.
 pub(crate) const MACHINE_TYPE: &str = "microvm";
-/// Block node of the root disk, for commands that name it.
-pub(crate) const ROOT_NODE: &str = "root";
+/// Block node of the template's disk.
+pub(crate) const TEMPLATE_NODE: &str = "template";
+/// The root disk, for commands that name it.
+pub(crate) const ROOT_DEVICE: &str = "root-disk";
 /// The port of the guest link.
 pub(crate) const LINK_PORT: &str = "stockade.link";
 
@@ -43,10 +50,8 @@ pub(crate) struct MachineArguments<'a> {
     pub(crate) shape: MachineShape,
     /// What runs the instructions.
     pub(crate) accelerator: Accelerator,
-    /// The root disk's top layer, as seen by the emulator.
-    pub(crate) disk: &'a str,
-    /// Where the template's directory is, if not where the disk's layers say it is.
-    pub(crate) template_override: Option<&'a str>,
+    /// The root disk.
+    pub(crate) disk: &'a RootDisk,
     /// Where firmware is, as seen by the emulator.
     pub(crate) firmware: &'a str,
     /// Guest memory.
@@ -66,13 +71,63 @@ pub(crate) struct MachineArguments<'a> {
 /// Where a machine comes from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Origin<'a> {
-    /// From its kernel; writes to memory go to the memory file.
+    /// From its kernel.
     Boot {
         /// The kernel's command line.
         kernel_command_line: &'a str,
+        /// Writes to memory go to the memory file; else they stay private.
+        keeps_memory: bool,
     },
-    /// From a snapshot, loaded on command; writes to memory stay private. The kernel is in memory already.
+    /// From a template, loaded on command; writes to memory stay private. The kernel is in memory already.
+    Template,
+    /// From a snapshot of a running machine; as from a template, but what describes the machine itself was
+    /// not written.
     Snapshot,
+}
+
+/// The layers of a root disk, the lowest first.
+#[derive(Clone, Debug)]
+pub(crate) struct RootDisk {
+    /// Layers that are not written to. The lowest may have more below it: what its header names.
+    pub(crate) lower: Vec<Layer>,
+    /// The one that is.
+    pub(crate) top: Layer,
+}
+
+/// One layer of a root disk.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    /// Its block node's name.
+    pub(crate) node: String,
+    /// Its file, as the emulator sees it.
+    pub(crate) path: String,
+    /// The raw file below it, where that is not the one its header names.
+    pub(crate) raw_below: Option<String>,
+}
+
+impl RootDisk {
+    /// A machine's layers over its template's disk.
+    pub(crate) fn of_machine(chain: &DiskChain) -> Self {
+        let layer = |node: String, path: String| Layer { node, path, raw_below: None };
+        let template = layer(TEMPLATE_NODE.to_owned(), format!("{TEMPLATE_DIR}/{DISK}"));
+        let frozen = chain
+            .frozen
+            .iter()
+            .map(|frozen| layer(frozen.id.node(), format!("{LAYERS_DIR}/{}", frozen.id.file_name())));
+        let lower = std::iter::once(template).chain(frozen).collect();
+        Self { lower, top: layer(chain.own.node(), own_layer_path(&chain.own)) }
+    }
+
+    /// One layer, whatever its header names below it.
+    pub(crate) fn of_file(path: &str) -> Self {
+        let top = Layer { node: TEMPLATE_NODE.to_owned(), path: path.to_owned(), raw_below: None };
+        Self { lower: Vec::new(), top }
+    }
+}
+
+/// Where the layer a machine writes to is in the jail.
+pub(crate) fn own_layer_path(layer: &LayerId) -> String {
+    format!("{MACHINE_DIR}/{}", layer.file_name())
 }
 
 /// The processor model; part of what a template needs.
@@ -97,7 +152,7 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
     add(&["-m", &format!("{}M", machine.shape.memory_mib)]);
     add(&["-L", machine.firmware]);
 
-    let share = if matches!(machine.origin, Origin::Boot { .. }) { "on" } else { "off" };
+    let share = if matches!(machine.origin, Origin::Boot { keeps_memory: true, .. }) { "on" } else { "off" };
     add(&[
         "-object",
         &format!(
@@ -106,17 +161,14 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
         ),
     ]);
 
-    // `discard=unmap`: what the guest trims is freed in its own overlay.
-    add(&[
-        "-blockdev",
-        &format!(
-            "driver=qcow2,node-name={ROOT_NODE},discard=unmap,file.driver=file,file.node-name=root-file,\
-             file.filename={},file.discard=unmap{}",
-            escape(machine.disk),
-            machine.template_override.map(backing_override).unwrap_or_default()
-        ),
-    ]);
-    add(&["-device", &format!("virtio-blk-device,id=root-disk,drive={ROOT_NODE},serial=root")]);
+    let mut below = None;
+    for layer in &machine.disk.lower {
+        add(&["-blockdev", &block_node(layer, below, false)]);
+        below = Some(layer);
+    }
+    add(&["-blockdev", &block_node(&machine.disk.top, below, true)]);
+    let node = &machine.disk.top.node;
+    add(&["-device", &format!("virtio-blk-device,id={ROOT_DEVICE},drive={node},serial=root")]);
 
     add(&["-chardev", &format!("socket,id=link,fd={},server=on,wait=off", machine.link)]);
     add(&["-device", "virtio-serial-device,id=ports,max_ports=4"]);
@@ -133,11 +185,12 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
     add(&["-mon", "chardev=control,mode=control"]);
 
     match machine.origin {
-        Origin::Boot { kernel_command_line } => {
+        Origin::Boot { kernel_command_line, .. } => {
             add(&["-kernel", &format!("{BOOT_DIR}/{KERNEL}"), "-initrd", &format!("{BOOT_DIR}/{INITRAMFS}")]);
             add(&["-append", kernel_command_line]);
         }
-        Origin::Snapshot => add(&["-S", "-incoming", "defer"]),
+        Origin::Template => add(&["-S", "-incoming", "defer"]),
+        Origin::Snapshot => add(&["-S", "-incoming", "defer", "-global", "migration.send-configuration=off"]),
     }
     if machine.seccomp {
         add(&["-sandbox", SANDBOX]);
@@ -153,13 +206,20 @@ fn accelerator_argument(accelerator: Accelerator) -> &'static str {
     }
 }
 
-/// Names the layers below a machine's own explicitly.
-fn backing_override(template: &str) -> String {
-    let template = escape(template);
-    format!(
-        ",backing.driver=qcow2,backing.file.driver=file,backing.file.filename={template}/{DISK},\
-         backing.backing.driver=raw,backing.backing.file.driver=file,backing.backing.file.filename={template}/{ROOT}"
-    )
+/// A layer over the one below it.
+fn block_node(layer: &Layer, below: Option<&Layer>, is_writable: bool) -> String {
+    let mut text = format!("driver=qcow2,node-name={},file.driver=file", layer.node);
+    text += &format!(",file.filename={}", escape(&layer.path));
+    // `discard=unmap`: what the guest trims is freed in its own layer.
+    text += if is_writable { ",discard=unmap,file.discard=unmap" } else { ",read-only=on" };
+    if let Some(below) = below {
+        text += &format!(",backing={}", below.node);
+    }
+    if let Some(raw) = &layer.raw_below {
+        text += ",backing.driver=raw,backing.file.driver=file";
+        text += &format!(",backing.file.filename={}", escape(raw));
+    }
+    text
 }
 
 /// In QEMU's option lists a comma in a value is written twice.
@@ -198,8 +258,7 @@ mod tests {
             name: "stockade",
             shape: MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 1024 },
             accelerator: Accelerator::Tcg,
-            disk: MACHINE_DISK,
-            template_override: None,
+            disk: &RootDisk::of_machine(&DiskChain::new(&[]).expect("random")),
             firmware: FIRMWARE_DIR,
             memory: 10,
             control: 11,
@@ -216,18 +275,25 @@ mod tests {
 
     #[test]
     fn a_restored_machine_has_the_devices_of_the_booted_one_in_the_same_order() {
-        let booted = example(Origin::Boot { kernel_command_line: "console=ttyS0" });
-        let restored = example(Origin::Snapshot);
-        assert_eq!(devices(&booted), devices(&restored));
-        assert!(devices(&booted).len() <= 8, "microvm has 8 slots");
+        let devices = |origin| -> Vec<String> {
+            let arguments = example(origin);
+            let devices = devices(&arguments).into_iter().map(|word| word.split(",drive=").next().expect("a word"));
+            devices.map(str::to_owned).collect()
+        };
+        let booted = devices(Origin::Boot { kernel_command_line: "console=ttyS0", keeps_memory: true });
+        assert_eq!(booted, devices(Origin::Template));
+        assert_eq!(booted, devices(Origin::Snapshot));
+        assert!(booted.len() <= 8, "microvm has 8 slots");
     }
 
     #[test]
     fn only_a_booting_machine_writes_to_the_memory_it_is_given() {
         let memory = |list: Vec<String>| list.into_iter().find(|word| word.starts_with("memory-backend-file"));
-        let booted = memory(example(Origin::Boot { kernel_command_line: "" })).expect("has memory");
-        let restored = memory(example(Origin::Snapshot)).expect("has memory");
-        assert!(booted.ends_with("share=on") && restored.ends_with("share=off"));
+        let boot = |keeps_memory| Origin::Boot { kernel_command_line: "", keeps_memory };
+        assert!(memory(example(boot(true))).expect("has memory").ends_with("share=on"));
+        for origin in [boot(false), Origin::Template, Origin::Snapshot] {
+            assert!(memory(example(origin)).expect("has memory").ends_with("share=off"));
+        }
     }
 
     #[test]

@@ -4,17 +4,18 @@ use std::{
     fs, io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use stockade_model::{Accelerator, MachineShape};
-use tokio::process::Command;
+use tokio::{process::Command, sync::Semaphore};
 
 use super::{
     Host,
     cgroup::{CgroupLimits, Cgroups},
     clock, command_line,
+    images::CheckedLayers,
     manifest::Needs,
     memory, probe, process,
     runtime_root::RuntimeRoot,
@@ -126,6 +127,8 @@ impl Limits {
     }
 }
 
+/// What snapshots being taken may hold in memory together; others write to their files at once.
+const SNAPSHOT_BUFFERS_MIB: usize = 512;
 const FIRMWARE_DIRS: [&str; 3] = ["/usr/share/qemu", "/usr/share/seabios", "/usr/local/share/qemu"];
 const MODULE_DIRS: [&str; 3] = ["/usr/lib/x86_64-linux-gnu/qemu", "/usr/lib64/qemu", "/usr/lib/qemu"];
 const TCG_MODULE: &str = "accel-tcg-x86_64.so";
@@ -178,6 +181,8 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
         },
         limits: config.limits,
         booting: Mutex::default(),
+        snapshot_buffers: Arc::new(Semaphore::new(SNAPSHOT_BUFFERS_MIB)),
+        checked_layers: CheckedLayers::default(),
         machines_dir,
         kernel,
         initramfs,

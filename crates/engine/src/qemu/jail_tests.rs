@@ -74,11 +74,14 @@ fn probe() {
         attempt(&format!("see {path}"), fs::metadata(path).map(drop));
     }
     attempt("see a file of the data directory", fs::metadata(&outside.secret_file).map(drop));
-    for directory in ["/", "/usr", "/template", "/tmp", "/dev", "/firmware", "/boot", "/proc"] {
+    for directory in ["/", "/usr", "/template", "/layers", "/tmp", "/dev", "/firmware", "/boot", "/proc"] {
         attempt(&format!("write to {directory}"), fs::write(Path::new(directory).join("new"), "x"));
     }
     attempt("write to own directory", fs::write("/machine/new", "x"));
     attempt("change the template", fs::write("/template/root.ext4", "x"));
+    attempt("change a layer", fs::write("/layers/own.qcow2", "x"));
+    attempt("take over a layer", fs::hard_link("/layers/own.qcow2", "/machine/own.qcow2"));
+    attempt("open a layer", fs::set_permissions("/layers/own.qcow2", fs::Permissions::from_mode(0o666)));
     attempt("set a host's kernel parameter", fs::write("/proc/sys/kernel/hostname", "x"));
     attempt("use sysrq", fs::OpenOptions::new().write(true).open("/proc/sysrq-trigger").map(drop));
     attempt("reach the host's network", TcpStream::connect_timeout(&outside.tcp, Duration::from_secs(2)).map(drop));
@@ -152,6 +155,11 @@ async fn run_probe() -> (Report, Vec<i32>) {
     fs::create_dir(path("template")).expect("created");
     fs::set_permissions(path("template"), fs::Permissions::from_mode(0o755)).expect("set");
     fs::write(path("template/root.ext4"), "root").expect("written");
+    fs::create_dir(path("layers")).expect("created");
+    fs::set_permissions(path("layers"), fs::Permissions::from_mode(0o755)).expect("set");
+    // As a layer is before it is frozen: nobody's, and no second name to write to it by.
+    fs::write(path("layers/own.qcow2"), "layer").expect("written");
+    give_to_nobody(&path("layers/own.qcow2")).expect("given");
     fs::write(path("secret"), "secret").expect("written");
     fs::write(path("memory"), vec![1; 8192]).expect("written");
     let (memory, _) = SealedMemory::load(&path("memory")).expect("loaded");
@@ -180,7 +188,7 @@ async fn run_probe() -> (Report, Vec<i32>) {
     let jail = Jail {
         bubblewrap: Path::new("/usr/bin/bwrap"),
         root: &root.path,
-        mounts: vec![mount("template", false), mount("machine", true)],
+        mounts: vec![mount("template", false), mount("layers", false), mount("machine", true)],
         with_kvm: false,
         info: info_write.as_raw_fd(),
         inherited: vec![memory.file().as_raw_fd()],
@@ -209,7 +217,7 @@ async fn a_program_in_the_emulators_place_sees_and_reaches_nothing_of_the_host()
     assert_eq!(status("Groups").replace("65534", "").trim(), "", "no group but nobody's");
     assert_eq!(report.core_limit, 0);
 
-    let known = ["boot", "dev", "firmware", "lib", "lib64", "machine", "proc", "template", "tmp", "usr"];
+    let known = ["boot", "dev", "firmware", "lib", "lib64", "layers", "machine", "proc", "template", "tmp", "usr"];
     let own_program = std::env::current_exe().expect("this program");
     let own_top = own_program.components().nth(1).expect("absolute").as_os_str().to_string_lossy().into_owned();
     for name in &report.top_level {

@@ -18,7 +18,7 @@ use tokio::{io::AsyncReadExt, net::unix::pipe, process::Child};
 use super::{
     Host,
     cgroup::Cgroup,
-    command_line::{self, MachineArguments, Origin},
+    command_line::{self, MachineArguments, Origin, RootDisk},
     config::joined,
     jail::{Jail, Mount, ProcessLimits},
     machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, Processes},
@@ -47,8 +47,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) shape: MachineShape,
     pub(crate) accelerator: Accelerator,
     pub(crate) origin: Origin<'a>,
-    /// The root disk's top layer, as seen in the jail.
-    pub(crate) disk: &'a str,
+    /// The root disk, as seen in the jail.
+    pub(crate) disk: &'a RootDisk,
     pub(crate) mounts: Vec<Mount>,
     /// Guest memory.
     pub(crate) memory: &'a File,
@@ -87,7 +87,6 @@ impl Launch<'_> {
             shape: self.shape,
             accelerator: self.accelerator,
             disk: self.disk,
-            template_override: None,
             firmware: command_line::FIRMWARE_DIR,
             memory: self.memory.as_raw_fd(),
             control: control.as_raw_fd(),

@@ -2,10 +2,13 @@
 //!
 //! A task per machine watches for its end and is the only one to say how it ended; everybody else
 //! waits for what it says.
+//!
+//! `resume`, `pause` and `snapshot` take turns: a snapshot halts the machine and lets it go on by itself.
 
 use std::{
+    path::Path,
     sync::{
-        Arc,
+        Arc, Mutex as StdMutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -22,15 +25,19 @@ use tokio::{
 
 use super::{
     Host,
+    cgroup::Cgroup,
+    images::SnapshotImage,
     launch::{Launched, SHOWN_LINES},
+    link_gate::LinkGate,
     machine_dir::{LINK, MachineDir, Processes, Record},
     memory::SealedMemory,
     qmp::{CLOSED, Qmp},
     remains::Remains,
+    snapshot,
     tail::Tail,
     usage,
 };
-use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage};
+use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage, SnapshotReport, SnapshotScope};
 
 /// How long output of an emulator that has ended may take to arrive.
 const LAST_WORDS_PATIENCE: Duration = Duration::from_secs(2);
@@ -41,11 +48,17 @@ pub struct QemuMachine {
 }
 
 pub(crate) struct Inner {
-    host: Arc<Host>,
-    record: Record,
-    processes: Processes,
-    directory: MachineDir,
-    qmp: Qmp,
+    pub(crate) host: Arc<Host>,
+    pub(crate) id: MachineId,
+    cgroup: Cgroup,
+    record: StdMutex<Record>,
+    pub(crate) processes: Processes,
+    pub(crate) directory: MachineDir,
+    pub(crate) qmp: Qmp,
+    /// Holds the link still while a snapshot is taken.
+    pub(crate) gate: Arc<LinkGate>,
+    /// Taken by whoever halts the machine or lets it run.
+    pub(crate) busy: Mutex<()>,
     console: Tail,
     complaints: Tail,
     was_killed: AtomicBool,
@@ -53,6 +66,8 @@ pub(crate) struct Inner {
     session: Mutex<Option<GuestClient>>,
     /// Kept as long as a machine maps it, so that the next machine shares it.
     _memory: Option<Arc<SealedMemory>>,
+    /// The snapshot it comes from counts its machines.
+    _image: Option<Arc<SnapshotImage>>,
 }
 
 impl QemuMachine {
@@ -62,10 +77,12 @@ impl QemuMachine {
         record: Record,
         directory: MachineDir,
         launched: Launched,
-        memory: Option<Arc<SealedMemory>>,
+        memory: Arc<SealedMemory>,
+        image: Option<Arc<SnapshotImage>>,
     ) -> Self {
         let Launched { child, processes, qmp, console, complaints } = launched;
-        Self::with_parts(host, record, directory, processes, qmp, console, complaints, Some(child), memory)
+        let (child, memory) = (Some(child), Some(memory));
+        Self::with_parts(host, record, directory, processes, qmp, console, complaints, child, memory, image)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one machine, put together in two places")]
@@ -79,20 +96,26 @@ impl QemuMachine {
         complaints: Tail,
         child: Option<Child>,
         memory: Option<Arc<SealedMemory>>,
+        image: Option<Arc<SnapshotImage>>,
     ) -> Self {
         let events = qmp.events();
         let inner = Arc::new(Inner {
             host,
-            record,
+            id: record.machine.clone(),
+            cgroup: record.cgroup.clone(),
+            record: StdMutex::new(record),
             processes,
             directory,
             qmp,
+            gate: Arc::default(),
+            busy: Mutex::default(),
             console,
             complaints,
             was_killed: AtomicBool::new(false),
             exit: watch::channel(None).0,
             session: Mutex::new(None),
             _memory: memory,
+            _image: image,
         });
         tokio::spawn(inner.clone().watch_for_end(events, child));
         Self { inner }
@@ -121,11 +144,11 @@ impl Inner {
         match self.processes.emulator.open() {
             Ok(Some(process)) => {
                 if let Err(error) = process.wait().await {
-                    tracing::error!(machine = %self.record.machine, %error, "cannot wait for the emulator's end");
+                    tracing::error!(machine = %self.id, %error, "cannot wait for the emulator's end");
                 }
             }
             Ok(None) => {}
-            Err(error) => tracing::error!(machine = %self.record.machine, %error, "cannot watch the emulator"),
+            Err(error) => tracing::error!(machine = %self.id, %error, "cannot watch the emulator"),
         }
         let guest_ended = tokio::time::timeout(LAST_WORDS_PATIENCE, guest_ended(&mut events)).await.unwrap_or(false);
         self.console.finish(LAST_WORDS_PATIENCE).await;
@@ -141,13 +164,13 @@ impl Inner {
             MachineExit::Killed
         } else if guest_ended {
             MachineExit::GuestEnded(self.console.last_lines(SHOWN_LINES))
-        } else if self.record.cgroup.was_out_of_memory() {
+        } else if self.cgroup.was_out_of_memory() {
             MachineExit::OutOfMemory
         } else {
             let said = self.complaints.last_lines(SHOWN_LINES);
             MachineExit::Crashed(if said.is_empty() { status } else { format!("{status}; it said: {said}") })
         };
-        tracing::debug!(machine = %self.record.machine, ?exit, "machine has ended");
+        tracing::debug!(machine = %self.id, ?exit, "machine has ended");
         self.exit.send_replace(Some(exit));
     }
 
@@ -155,15 +178,47 @@ impl Inner {
         self.directory.connect(LINK).map_err(|error| self.gone(&format!("its link cannot be connected: {error}")))
     }
 
+    pub(crate) async fn guest(&self) -> Result<GuestClient, EngineError> {
+        let mut session = self.session.lock().await;
+        if let Some(client) = session.as_ref().filter(|client| client.is_open()) {
+            return Ok(client.clone());
+        }
+        // The port has one place: the old connection must be closed before the new one is taken.
+        if let Some(old) = session.take() {
+            old.close();
+        }
+        let stream = self.gate.wrap(self.connect_link()?);
+        match GuestClient::open(stream, self.host.limits.guest_patience).await {
+            Ok(client) => Ok(session.insert(client).clone()),
+            Err(EngineError::GuestSilent { waited, .. }) => {
+                Err(EngineError::GuestSilent { waited, console: self.console.last_lines(SHOWN_LINES) })
+            }
+            Err(EngineError::LinkBroken { .. }) if self.exit.borrow().is_some() => Err(self.gone("its link broke")),
+            Err(error) => Err(error),
+        }
+    }
+
     fn gone(&self, otherwise: &str) -> EngineError {
         let reason = match &*self.exit.borrow() {
             Some(exit) => format!("{exit:?}"),
             None => otherwise.to_owned(),
         };
-        EngineError::Gone { machine: self.record.machine.clone(), reason }
+        EngineError::Gone { machine: self.id.clone(), reason }
     }
 
-    async fn command(&self, name: &'static str, arguments: Value) -> Result<Value, EngineError> {
+    /// What is known of it.
+    pub(crate) fn record(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes something new about it, for those who come after us.
+    pub(crate) fn set_record(&self, record: Record) -> Result<(), EngineError> {
+        self.directory.write_record(&record).map_err(EngineError::host("write the machine's record"))?;
+        *self.record() = record;
+        Ok(())
+    }
+
+    pub(crate) async fn command(&self, name: &'static str, arguments: Value) -> Result<Value, EngineError> {
         if !self.qmp.is_open() {
             return Err(self.gone("its emulator closed the control channel"));
         }
@@ -198,37 +253,28 @@ fn describe_status(status: std::process::ExitStatus) -> String {
 #[async_trait]
 impl Machine for QemuMachine {
     fn id(&self) -> &MachineId {
-        &self.inner.record.machine
+        &self.inner.id
     }
 
     async fn resume(&self) -> Result<(), EngineError> {
+        let _busy = self.inner.busy.lock().await;
         self.inner.command("cont", json!({})).await.map(drop)
     }
 
     async fn pause(&self) -> Result<(), EngineError> {
+        let _busy = self.inner.busy.lock().await;
         self.inner.command("stop", json!({})).await.map(drop)
     }
 
     async fn guest(&self) -> Result<GuestClient, EngineError> {
-        let mut session = self.inner.session.lock().await;
-        if let Some(client) = session.as_ref().filter(|client| client.is_open()) {
-            return Ok(client.clone());
-        }
-        // The port has one place: the old connection must be closed before the new one is taken.
-        if let Some(old) = session.take() {
-            old.close();
-        }
-        let stream = self.inner.connect_link()?;
-        match GuestClient::open(stream, self.inner.host.limits.guest_patience).await {
-            Ok(client) => Ok(session.insert(client).clone()),
-            Err(EngineError::GuestSilent { waited, .. }) => {
-                Err(EngineError::GuestSilent { waited, console: self.console_tail() })
-            }
-            Err(EngineError::LinkBroken { .. }) if self.inner.exit.borrow().is_some() => {
-                Err(self.inner.gone("its link broke"))
-            }
-            Err(error) => Err(error),
-        }
+        self.inner.guest().await
+    }
+
+    async fn snapshot(&self, directory: &Path, scope: SnapshotScope) -> Result<SnapshotReport, EngineError> {
+        let (inner, directory) = (self.inner.clone(), directory.to_owned());
+        // A task of its own: given up half-way, the machine would stay halted.
+        let task = tokio::spawn(async move { snapshot::take(&inner, &directory, scope).await });
+        task.await.map_err(|error| EngineError::host("take a snapshot")(std::io::Error::other(error)))?
     }
 
     async fn kill(&self) -> Result<(), EngineError> {
@@ -237,7 +283,8 @@ impl Machine for QemuMachine {
             session.close();
         }
         let inner = &self.inner;
-        Remains::of_record(inner.directory.clone(), &inner.record, &inner.host.boot_id).remove().await?;
+        let remains = Remains::of_record(inner.directory.clone(), &inner.record(), &inner.host.boot_id);
+        remains.remove().await?;
         self.exited().await;
         Ok(())
     }
@@ -252,7 +299,9 @@ impl Machine for QemuMachine {
     }
 
     fn usage(&self) -> Result<MachineUsage, EngineError> {
-        usage::read(&self.inner.processes.emulator, self.inner.directory.disk_bytes())
+        let own = self.inner.record().disk.as_ref().map(|disk| disk.own.clone());
+        let disk_bytes = own.map_or(0, |own| self.inner.directory.layer_bytes(&own));
+        usage::read(&self.inner.processes.emulator, disk_bytes)
             .map_err(|error| self.inner.gone(&format!("what it holds cannot be read: {error}")))
     }
 

@@ -4,11 +4,15 @@
 //! machines/<id>/            the server's alone
 //!   machine.json            what adopt and sweep need; written before the emulator is started
 //!   control.sock, link.sock, console.sock   bound by the server, listened to by the emulator
+//!   memory.map              only where its memory is an image of its own: the pages that differ from the template's
+//!   layers/                 all layers of its disk (layers.rs); the emulator may read them
 //!   disk/                   the emulator's; all it may write to
-//!     disk.qcow2
+//!     <layer>.qcow2         its own layer, under a second name
+//!   snapshot.new/           a snapshot that is being taken; it gets its place when it is whole
 //! ```
 //!
-//! The emulator cannot reach the record: what a sweep kills is never chosen by a guest.
+//! The emulator cannot reach the record: what a sweep kills is never chosen by a guest. Nor does the
+//! server follow a name in `disk/`: the emulator may have put anything there.
 
 use std::{
     fs::{self, File},
@@ -27,7 +31,14 @@ use serde::{Deserialize, Serialize};
 use stockade_model::MachineId;
 use tokio::net::UnixStream;
 
-use super::{cgroup::Cgroup, command_line, jail::NOBODY, process::ProcessId};
+use super::{
+    cgroup::Cgroup,
+    command_line,
+    jail::NOBODY,
+    layers::{self, DiskChain, LayerId},
+    memory,
+    process::ProcessId,
+};
 
 /// The emulator's control channel.
 pub(crate) const CONTROL: &str = "control.sock";
@@ -57,6 +68,37 @@ pub(crate) struct Record {
     pub(crate) memory_fd: i32,
     /// Whether it was restored completely.
     pub(crate) is_complete: bool,
+    /// The layers of its disk; `None`: it has no layer of its own, as at the boot of a template.
+    pub(crate) disk: Option<DiskChain>,
+    /// What its memory's shared pages are those of.
+    pub(crate) memory: MemoryBase,
+}
+
+/// What a machine's memory is made of besides its own pages.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum MemoryBase {
+    /// The template's memory.
+    #[default]
+    Template,
+    /// An image of the template's memory with a snapshot's pages in it, those in `memory.map`.
+    Image,
+    /// Nothing: it was booted from its disk.
+    Zero,
+    /// An image of nothing but a snapshot's pages.
+    ZeroImage,
+}
+
+impl MemoryBase {
+    /// Whether the machine's directory has a list of its image's pages.
+    pub(crate) fn has_map(self) -> bool {
+        matches!(self, Self::Image | Self::ZeroImage)
+    }
+
+    /// Whether it was booted from a disk rather than from the template.
+    pub(crate) fn is_zero(self) -> bool {
+        matches!(self, Self::Zero | Self::ZeroImage)
+    }
 }
 
 /// The processes of a machine.
@@ -85,7 +127,64 @@ impl MachineDir {
         let mut builder = fs::DirBuilder::new();
         builder.mode(0o700).create(&self.path)?;
         builder.create(self.disk_dir())?;
-        give_to_nobody(&self.disk_dir())
+        give_to_nobody(&self.disk_dir())?;
+        builder.create(self.layers_dir())?;
+        // Nobody reads it, through the jail's mount alone.
+        memory::set_mode(&self.layers_dir(), 0o755)
+    }
+
+    /// The directory itself.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where all layers of its disk are.
+    pub(crate) fn layers_dir(&self) -> PathBuf {
+        self.path.join("layers")
+    }
+
+    /// A layer of its disk.
+    pub(crate) fn layer(&self, id: &LayerId) -> PathBuf {
+        self.layers_dir().join(id.file_name())
+    }
+
+    /// Where a snapshot is put together.
+    pub(crate) fn unfinished_snapshot(&self) -> PathBuf {
+        self.path.join("snapshot.new")
+    }
+
+    /// The pages its image has besides the template's.
+    pub(crate) fn memory_map(&self) -> PathBuf {
+        self.path.join("memory.map")
+    }
+
+    /// Makes a layer that the emulator may write to. Repeatable.
+    pub(crate) fn add_layer(&self, empty: &Path, id: &LayerId, below: Option<&LayerId>) -> io::Result<()> {
+        let path = self.layer(id);
+        layers::create(empty, &path, below)?;
+        give_to_nobody(&path)?;
+        fs::hard_link(path, self.disk_dir().join(id.file_name()))
+    }
+
+    /// Takes the right to change a layer away from everyone.
+    pub(crate) fn freeze_layer(&self, id: &LayerId) -> io::Result<()> {
+        take_back(&self.layer(id))?;
+        self.remove_file_of_disk(id)
+    }
+
+    /// Removes a layer that is not in use. Repeatable.
+    pub(crate) fn remove_layer(&self, id: &LayerId) -> io::Result<()> {
+        self.remove_file_of_disk(id)?;
+        if_there(fs::remove_file(self.layer(id)))
+    }
+
+    fn remove_file_of_disk(&self, id: &LayerId) -> io::Result<()> {
+        if_there(fs::remove_file(self.disk_dir().join(id.file_name())))
+    }
+
+    /// Bytes a layer takes.
+    pub(crate) fn layer_bytes(&self, id: &LayerId) -> u64 {
+        fs::symlink_metadata(self.layer(id)).map_or(0, |metadata| metadata.blocks() * 512)
     }
 
     /// The part of it that belongs to the emulator.
@@ -93,26 +192,22 @@ impl MachineDir {
         self.path.join("disk")
     }
 
-    /// The machine's own disk layer.
+    /// The one disk of a machine without layers.
     pub(crate) fn disk(&self) -> PathBuf {
         self.disk_dir().join("disk.qcow2")
-    }
-
-    /// Bytes its own disk layer takes.
-    pub(crate) fn disk_bytes(&self) -> u64 {
-        fs::symlink_metadata(self.disk()).map_or(0, |metadata| metadata.blocks() * 512)
-    }
-
-    /// Puts a copy of an empty layer in place.
-    pub(crate) fn add_disk(&self, empty: &Path) -> io::Result<()> {
-        fs::copy(empty, self.disk())?;
-        self.give_disk()
     }
 
     /// Lets the emulator have the disk that is in place.
     pub(crate) fn give_disk(&self) -> io::Result<()> {
         fs::set_permissions(self.disk(), fs::Permissions::from_mode(0o600))?;
         give_to_nobody(&self.disk())
+    }
+
+    /// Removes what [`Self::add_kernel`] has put in place; a guest that is up needs it no more.
+    pub(crate) fn remove_kernel(&self) -> io::Result<()> {
+        [command_line::KERNEL, command_line::INITRAMFS]
+            .into_iter()
+            .try_for_each(|name| if_there(fs::remove_file(self.disk_dir().join(name))))
     }
 
     /// Puts copies of kernel and initial file system in place: the originals may be closed to nobody.
@@ -168,7 +263,11 @@ impl MachineDir {
 
 /// Removes a directory that may not be there.
 pub(crate) fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
+    if_there(fs::remove_dir_all(path))
+}
+
+fn if_there(result: io::Result<()>) -> io::Result<()> {
+    match result {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }

@@ -88,6 +88,13 @@ impl Manifest {
 
     /// Reads a manifest and sees whether its files are there and this host is like the one it was made on.
     pub(crate) fn check(directory: &Path, here: &Needs) -> Result<Self, EngineError> {
+        let manifest = Self::read(directory)?;
+        manifest.needs.compare(here)?;
+        Ok(manifest)
+    }
+
+    /// Reads a manifest and sees whether its files are there.
+    pub(crate) fn read(directory: &Path) -> Result<Self, EngineError> {
         let path = directory.join(MANIFEST);
         let damaged = |path: PathBuf, reason: String| EngineError::Damaged { path, reason };
         let bytes = match fs::read(&path) {
@@ -106,7 +113,6 @@ impl Manifest {
         }
         let manifest: Self = serde_json::from_slice(&bytes)
             .map_err(|error| damaged(path.clone(), format!("it is not a template's manifest: {error}")))?;
-        manifest.compare(here)?;
         for name in FILES {
             let path = directory.join(name);
             let Some(entry) = manifest.files.get(name) else {
@@ -148,8 +154,16 @@ impl Manifest {
         self.files.get(name).map_or("", |entry| &entry.digest)
     }
 
-    fn compare(&self, here: &Needs) -> Result<(), EngineError> {
-        let theirs = &self.needs;
+    /// Tells this template from every other one: the checksum of what it says of itself.
+    pub(crate) fn identity(&self) -> String {
+        memory::bytes_digest(&serde_json::to_vec(self).unwrap_or_default())
+    }
+}
+
+impl Needs {
+    /// Names the first difference that keeps a machine made there from running here.
+    pub(crate) fn compare(&self, here: &Self) -> Result<(), EngineError> {
+        let theirs = self;
         let speed = |khz: Option<u64>| khz.map_or_else(|| "none".to_owned(), |khz| format!("{khz} kHz"));
         let cpu = |needs: &Needs| needs.host_cpu.clone().unwrap_or_default();
         let pairs = [

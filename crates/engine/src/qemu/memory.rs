@@ -23,6 +23,8 @@ use nix::{
 };
 use sha2::{Digest, Sha256};
 
+use super::pages::{PAGE, Run};
+
 const BLOCK_BYTES: usize = 64 << 10;
 
 /// Seals of a shared base. `F_SEAL_WRITE` is only accepted when nobody maps it for writing.
@@ -39,9 +41,7 @@ impl SealedMemory {
     /// Copies a memory file into sealed memory; returns its checksum with it.
     pub(crate) fn load(path: &Path) -> io::Result<(Self, String)> {
         let source = File::open(path)?;
-        let name = c"stockade-memory";
-        let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
-        file.set_len(source.metadata()?.len())?;
+        let file = new_memory(source.metadata()?.len())?;
         let digest = copy_blocks(&source, Some(&file))?;
         fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
         Ok((Self { file }, digest))
@@ -63,10 +63,68 @@ impl SealedMemory {
         Ok(Some(Self { file }))
     }
 
+    /// Memory in which nothing is written.
+    pub(crate) fn zero(bytes: u64) -> io::Result<Self> {
+        let file = new_memory(bytes)?;
+        fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+        Ok(Self { file })
+    }
+
+    /// A copy with some pages changed: those of `runs` to what `pages` holds of them, one after the other.
+    pub(crate) fn with_pages(&self, runs: &[Run], pages: &File) -> io::Result<Self> {
+        let file = new_memory(self.file.metadata()?.len())?;
+        let mut buffer = vec![0; 16 * BLOCK_BYTES];
+        let mut position = 0;
+        while let Some(start) = next_data(&self.file, position)? {
+            let end = lseek(self.file.as_fd(), i64::try_from(start).map_err(io::Error::other)?, Whence::SeekHole)?;
+            position = end.unsigned_abs();
+            copy_range(&self.file, start, &file, start, position - start, &mut buffer)?;
+        }
+        let mut from = 0;
+        for run in runs {
+            let bytes = run.count * PAGE;
+            copy_range(pages, from, &file, run.first * PAGE, bytes, &mut buffer)?;
+            from += bytes;
+        }
+        fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+        Ok(Self { file })
+    }
+
+    /// Bytes of it that are in use.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        self.file.metadata().map_or(0, |metadata| metadata.blocks() * 512)
+    }
+
     /// The memory, to be inherited by an emulator.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
+}
+
+fn new_memory(bytes: u64) -> io::Result<File> {
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    let file = File::from(memfd_create(c"stockade-memory", flags)?);
+    file.set_len(bytes)?;
+    Ok(file)
+}
+
+fn copy_range(
+    from: &File,
+    from_offset: u64,
+    to: &File,
+    to_offset: u64,
+    bytes: u64,
+    buffer: &mut [u8],
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes {
+        let want = usize::try_from(bytes - done).map_or(buffer.len(), |left| left.min(buffer.len()));
+        from.read_exact_at(&mut buffer[..want], from_offset + done)?;
+        to.write_all_at(&buffer[..want], to_offset + done)?;
+        done += want as u64;
+    }
+    Ok(())
 }
 
 /// Checksum of a file, holes or not.
@@ -158,6 +216,21 @@ pub(crate) fn file_digest(path: &Path) -> io::Result<String> {
 /// Checksum of bytes.
 pub(crate) fn bytes_digest(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
+}
+
+/// So many random hexadecimal digits.
+pub(crate) fn random_hex(digits: usize) -> io::Result<String> {
+    let mut bytes = vec![0; digits.div_ceil(2)];
+    getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
+    let mut text = hex(&bytes);
+    text.truncate(digits);
+    Ok(text)
+}
+
+/// Sets a file's permissions.
+pub(crate) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
 }
 
 fn hex(bytes: &[u8]) -> String {

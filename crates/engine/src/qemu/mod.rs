@@ -3,7 +3,9 @@
 //! ```text
 //! template.rs  boots a disk once, keeps disk + memory + device state      (manifest.rs: the directory)
 //! restore.rs   makes a machine from it, adopts one that runs              (machine_dir.rs: its record)
-//! machine.rs   one machine in our hands; usage.rs what it holds; remains.rs ends and removes it
+//! snapshot.rs  keeps a running machine's memory (pages.rs, page_map.rs) and disk (disk.rs, layers.rs)
+//!              (snapshot_dir.rs: the directory); images.rs holds what machines are started from
+//! machine.rs   one machine in our hands; link_gate.rs its link; usage.rs what it holds; remains.rs ends it
 //! launch.rs    one emulator: command_line.rs inside jail.rs (runtime_root.rs: all it sees) in cgroup.rs
 //! qmp.rs       its control channel; tail.rs its console; process.rs its process; memory.rs its memory
 //! probe.rs     whether KVM really works here
@@ -18,6 +20,7 @@ use std::{
 
 use async_trait::async_trait;
 use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
+use tokio::sync::Semaphore;
 
 mod agent;
 mod bare;
@@ -25,14 +28,20 @@ mod cgroup;
 mod clock;
 mod command_line;
 mod config;
+mod disk;
+mod images;
 mod jail;
 #[cfg(test)]
 mod jail_tests;
 mod launch;
+mod layers;
+mod link_gate;
 mod machine;
 mod machine_dir;
 mod manifest;
 mod memory;
+mod page_map;
+mod pages;
 mod probe;
 mod process;
 mod qemu_img;
@@ -40,6 +49,8 @@ mod qmp;
 mod remains;
 mod restore;
 mod runtime_root;
+mod snapshot;
+mod snapshot_dir;
 mod tail;
 mod template;
 mod usage;
@@ -48,12 +59,14 @@ pub use config::{AcceleratorChoice, Limits, QemuConfig};
 pub use machine::QemuMachine;
 pub use probe::KvmVerdict;
 
-use crate::{Engine, EngineError, EngineInfo, Machine, Progress, TemplateBoot};
+use self::snapshot_dir::SnapshotManifest;
+use crate::{Engine, EngineError, EngineInfo, Machine, Progress, SnapshotReport, TemplateBoot};
 
 /// The QEMU engine.
 pub struct QemuEngine {
     host: Arc<Host>,
     memories: restore::Memories,
+    images: images::Images,
 }
 
 /// What all machines of this engine share.
@@ -77,6 +90,9 @@ pub(crate) struct Host {
     pub(crate) limits: Limits,
     /// Machines that templates are being booted on; no record outside the engine names them.
     pub(crate) booting: Mutex<BTreeSet<MachineId>>,
+    /// Memory, in MiB, that snapshots may take together while they are taken.
+    pub(crate) snapshot_buffers: Arc<Semaphore>,
+    pub(crate) checked_layers: images::CheckedLayers,
 }
 
 impl Host {
@@ -100,7 +116,7 @@ impl QemuEngine {
                  process only; run the server as root or delegate a control group to it"
             );
         }
-        Ok(Self { host: Arc::new(host), memories: restore::Memories::default() })
+        Ok(Self { host: Arc::new(host), memories: restore::Memories::default(), images: images::Images::default() })
     }
 
     /// Restores a machine as a bare emulator would: no jail, no control group, nothing of ours around it.
@@ -119,6 +135,19 @@ impl QemuEngine {
     /// As for [`Engine::start`].
     pub async fn start_machine(&self, machine: &MachineId, template: &Path) -> Result<QemuMachine, EngineError> {
         restore::start(&self.host, &self.memories, machine, template).await
+    }
+
+    /// As [`Engine::start_from_snapshot`], with the driver's own type.
+    ///
+    /// # Errors
+    /// As for [`Engine::start_from_snapshot`].
+    pub async fn start_machine_from(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+    ) -> Result<QemuMachine, EngineError> {
+        restore::start_from_snapshot(&self.host, &self.memories, &self.images, machine, template, snapshot).await
     }
 }
 
@@ -149,6 +178,26 @@ impl Engine for QemuEngine {
         Ok(Arc::new(self.start_machine(machine, template).await?))
     }
 
+    async fn start_from_snapshot(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        Ok(Arc::new(self.start_machine_from(machine, template, snapshot).await?))
+    }
+
+    async fn check_snapshot(&self, template: &Path, snapshot: &Path) -> Result<SnapshotReport, EngineError> {
+        let (template, snapshot, needs) = (template.to_owned(), snapshot.to_owned(), self.host.needs.clone());
+        let work = move || {
+            let manifest = SnapshotManifest::check(&snapshot, &manifest::Manifest::read(&template)?, &needs)?;
+            manifest.check_contents(&snapshot)?;
+            Ok(manifest.report(&snapshot))
+        };
+        let result = tokio::task::spawn_blocking(work).await;
+        result.map_err(|error| EngineError::host("check the snapshot")(std::io::Error::other(error)))?
+    }
+
     async fn adopt(&self, machine: &MachineId) -> Result<Option<Arc<dyn Machine>>, EngineError> {
         let adopted = restore::adopt(&self.host, machine).await?;
         Ok(adopted.map(|machine| Arc::new(machine) as Arc<dyn Machine>))
@@ -170,6 +219,6 @@ impl Engine for QemuEngine {
     }
 
     fn check_capacity(&self, shape: &MachineShape) -> Result<(), EngineError> {
-        usage::check_capacity(shape, &self.host.limits, &self.host.machines_dir)
+        usage::check_capacity(shape, 0, &self.host.limits, &self.host.machines_dir)
     }
 }

@@ -18,10 +18,10 @@ use stockade_model::{Accelerator, MachineId, MachineShape};
 
 use super::{
     Host, command_line,
-    command_line::Origin,
+    command_line::{Origin, RootDisk},
     jail::Mount,
     launch::{Launch, SHOWN_LINES, millis},
-    machine_dir::{MachineDir, Record},
+    machine_dir::{MachineDir, MemoryBase, Record},
     memory, qemu_img,
     remains::{Remains, Undo},
 };
@@ -93,6 +93,8 @@ async fn boot(host: &Host) -> Result<KvmVerdict, EngineError> {
         processes: None,
         memory_fd: -1,
         is_complete: false,
+        disk: None,
+        memory: MemoryBase::default(),
     };
     let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
     let result = run(host, &machine, &directory, record, &mut undo).await;
@@ -128,8 +130,8 @@ async fn run(
         directory,
         shape: SHAPE,
         accelerator: Accelerator::Kvm,
-        origin: Origin::Boot { kernel_command_line: command_line::PROBE_COMMAND_LINE },
-        disk: command_line::MACHINE_DISK,
+        origin: Origin::Boot { kernel_command_line: command_line::PROBE_COMMAND_LINE, keeps_memory: true },
+        disk: &RootDisk::of_file("/machine/disk.qcow2"),
         mounts: vec![mount("/machine", true), mount(command_line::BOOT_DIR, false)],
         memory: &memory,
         device_state: None,

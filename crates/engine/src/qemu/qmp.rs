@@ -135,6 +135,17 @@ impl Qmp {
         self.run_with("getfd", json!({ "fdname": name }), Some(file.as_fd()), patience).await.map(drop)
     }
 
+    /// Runs a command that takes a descriptor.
+    pub(crate) async fn run_with_file(
+        &self,
+        command: &'static str,
+        arguments: Value,
+        file: &File,
+        patience: Duration,
+    ) -> Result<Value, EngineError> {
+        self.run_with(command, arguments, Some(file.as_fd()), patience).await
+    }
+
     async fn run_with(
         &self,
         command: &'static str,

@@ -17,7 +17,7 @@ use super::{command_line, config::joined, memory};
 use crate::EngineError;
 
 const FIRMWARE: [&str; 4] = ["bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin"];
-const DIRECTORIES: [&str; 6] = ["proc", "dev", "machine", "template", "boot", "tmp"];
+const DIRECTORIES: [&str; 7] = ["proc", "dev", "machine", "layers", "template", "boot", "tmp"];
 const MOUNT_POINTS: [&str; 3] = ["dev/null", "dev/urandom", "dev/kvm"];
 
 /// An assembled root.
@@ -50,7 +50,7 @@ impl RuntimeRoot {
             FIRMWARE.iter().map(|name| firmware.join(name)).filter(|path| path.exists()).collect();
 
         let describe = || -> io::Result<String> {
-            let mut text = String::new();
+            let mut text = format!("{DIRECTORIES:?} {MOUNT_POINTS:?}\n");
             for path in files.iter().chain(&firmware) {
                 let metadata = fs::metadata(path)?;
                 text +=

@@ -19,11 +19,11 @@ use tokio::sync::broadcast;
 
 use super::{
     Host, agent, clock, command_line,
-    command_line::Origin,
+    command_line::{Origin, RootDisk},
     config::joined,
     jail::Mount,
     launch::{Launch, Launched, SHOWN_LINES, with_complaints},
-    machine_dir::{LINK, MachineDir, Record, give_to_nobody, take_back},
+    machine_dir::{LINK, MachineDir, MemoryBase, Record, give_to_nobody, take_back},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, MEMORY, Manifest, ROOT},
     memory, qemu_img,
     qmp::{CLOSED, Qmp, QmpEvent},
@@ -45,6 +45,8 @@ pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progre
         processes: None,
         memory_fd: -1,
         is_complete: false,
+        disk: None,
+        memory: MemoryBase::default(),
     };
     let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
     let _booting = Booting::new(host, &machine);
@@ -118,11 +120,8 @@ impl Boot<'_> {
         progress("booting");
         let begin = Instant::now();
         let launched = self.launch(undo).await?;
-        if let Err(error) = self.wait_until_booted(&launched).await {
-            if !matches!(error, EngineError::GuestSilent { .. }) {
-                launched.console.finish(Duration::from_secs(1)).await;
-            }
-            return Err(with_console(with_complaints(error, &launched.complaints), &launched));
+        if let Err(error) = wait_until_booted(self.host, self.directory, &launched).await {
+            return Err(explain_boot(error, &launched).await);
         }
         progress(&format!("booted in {:.1} s", begin.elapsed().as_secs_f64()));
 
@@ -193,8 +192,8 @@ impl Boot<'_> {
             directory: self.directory,
             shape: self.boot.shape,
             accelerator: host.accelerator,
-            origin: Origin::Boot { kernel_command_line: &kernel_command_line },
-            disk: &disk,
+            origin: Origin::Boot { kernel_command_line: &kernel_command_line, keeps_memory: true },
+            disk: &RootDisk::of_file(&disk),
             mounts: vec![
                 mount(self.unfinished.to_owned(), command_line::TEMPLATE_DIR, false),
                 mount(self.unfinished.join(DISK), &disk, true),
@@ -215,30 +214,6 @@ impl Boot<'_> {
             .await
     }
 
-    /// Waits for the agent, or for the guest's end, and lets the agent write the guest's disks out.
-    async fn wait_until_booted(&self, launched: &Launched) -> Result<(), EngineError> {
-        let patience = self.host.limits.boot_patience;
-        let mut events = launched.qmp.events();
-        let link = async {
-            let stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
-            agent::settle(stream, patience).await
-        };
-        let told = tokio::select! {
-            result = link => result,
-            detail = ended(&mut events) => return Err(EngineError::Emulator { step: "boot", detail }),
-        };
-        match told {
-            // The link broke: most likely because the machine ended, which is the better explanation.
-            Err(error @ (EngineError::LinkBroken { .. } | EngineError::Host { .. })) => {
-                match tokio::time::timeout(Duration::from_secs(2), ended(&mut events)).await {
-                    Ok(detail) => Err(EngineError::Emulator { step: "boot", detail }),
-                    Err(_) => Err(error),
-                }
-            }
-            told => told,
-        }
-    }
-
     async fn keep_state(&self, mut launched: Launched) -> Result<(), EngineError> {
         let patience = self.host.limits.command_patience;
         let qmp = &launched.qmp;
@@ -254,6 +229,42 @@ impl Boot<'_> {
             Err(_) => Err(EngineError::Emulator { step: "quit", detail: format!("it runs on after {patience:?}") }),
         }
     }
+}
+
+/// Waits for the agent, or for the guest's end, and lets the agent write the guest's disks out.
+pub(crate) async fn wait_until_booted(
+    host: &Host,
+    directory: &MachineDir,
+    launched: &Launched,
+) -> Result<(), EngineError> {
+    let patience = host.limits.boot_patience;
+    let mut events = launched.qmp.events();
+    let link = async {
+        let stream = directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
+        agent::settle(stream, patience).await
+    };
+    let told = tokio::select! {
+        result = link => result,
+        detail = ended(&mut events) => return Err(EngineError::Emulator { step: "boot", detail }),
+    };
+    match told {
+        // The link broke: most likely because the machine ended, which is the better explanation.
+        Err(error @ (EngineError::LinkBroken { .. } | EngineError::Host { .. })) => {
+            match tokio::time::timeout(Duration::from_secs(2), ended(&mut events)).await {
+                Ok(detail) => Err(EngineError::Emulator { step: "boot", detail }),
+                Err(_) => Err(error),
+            }
+        }
+        told => told,
+    }
+}
+
+/// Adds what guest and emulator said to the error of a boot that failed.
+pub(crate) async fn explain_boot(error: EngineError, launched: &Launched) -> EngineError {
+    if !matches!(error, EngineError::GuestSilent { .. }) {
+        launched.console.finish(Duration::from_secs(1)).await;
+    }
+    with_console(with_complaints(error, &launched.complaints), launched)
 }
 
 fn with_console(error: EngineError, launched: &Launched) -> EngineError {

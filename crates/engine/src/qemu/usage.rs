@@ -30,20 +30,37 @@ pub(crate) fn read(emulator: &ProcessId, disk_bytes: u64) -> io::Result<MachineU
 /// Memory is shared with the template until it is written to, so a machine is not counted whole: its
 /// overhead and a quarter of its memory must be free. A guest that takes more than the host has is
 /// ended by its own control group or the kernel, never a neighbour by its doing alone.
-pub(crate) fn check_capacity(shape: &MachineShape, limits: &Limits, machines_dir: &Path) -> Result<(), EngineError> {
-    let needed = (limits.overhead_mib + shape.memory_mib / 4 + limits.reserve_mib) << 20;
+///
+/// `more_bytes`: what it brings with it besides, as the pages of a snapshot.
+pub(crate) fn check_capacity(
+    shape: &MachineShape,
+    more_bytes: u64,
+    limits: &Limits,
+    machines_dir: &Path,
+) -> Result<(), EngineError> {
+    let needed = ((limits.overhead_mib + shape.memory_mib / 4 + limits.reserve_mib) << 20) + more_bytes;
     let available = available_memory().map_err(EngineError::host("read how much memory is left"))?;
     if available < needed {
         return Err(no_capacity("memory", needed, available));
     }
+    check_disk(0, limits, machines_dir)
+}
+
+/// Whether so many bytes fit on the disk, with the reserve left.
+pub(crate) fn check_disk(bytes: u64, limits: &Limits, machines_dir: &Path) -> Result<(), EngineError> {
     let disk = nix::sys::statvfs::statvfs(machines_dir)
         .map_err(|error| EngineError::host(format!("look at the disk of {}", machines_dir.display()))(error.into()))?;
     let available = disk.blocks_available() * disk.fragment_size();
-    let needed = limits.disk_reserve_mib << 20;
+    let needed = (limits.disk_reserve_mib << 20) + bytes;
     if available < needed {
         return Err(no_capacity("disk", needed, available));
     }
     Ok(())
+}
+
+/// Whether so much memory can be taken for a moment without touching the reserve.
+pub(crate) fn has_memory(bytes: u64, limits: &Limits) -> bool {
+    available_memory().is_ok_and(|available| available >= bytes + (limits.reserve_mib << 20))
 }
 
 fn no_capacity(resource: &'static str, needed: u64, available: u64) -> EngineError {
@@ -103,7 +120,7 @@ mod tests {
     #[test]
     fn a_machine_larger_than_the_host_is_refused_with_numbers() {
         let shape = MachineShape { vcpus: 1, memory_mib: 1 << 30, disk_mib: 1024 };
-        let error = check_capacity(&shape, &Limits::default(), Path::new("/")).expect_err("too large");
+        let error = check_capacity(&shape, 0, &Limits::default(), Path::new("/")).expect_err("too large");
         assert!(error.to_string().starts_with("not enough memory on this host: 268"), "{error}");
     }
 }

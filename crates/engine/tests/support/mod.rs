@@ -15,13 +15,16 @@ use std::{
     time::Duration,
 };
 
+use futures::StreamExt;
 use nix::fcntl::{Flock, FlockArg};
 use stockade_engine::{
-    Engine, EngineError, TemplateBoot,
+    Engine, EngineError, GuestClient, Machine, SnapshotScope, TemplateBoot,
+    guest::{Events, Selector},
     qemu::{AcceleratorChoice, QemuConfig, QemuEngine, QemuMachine},
 };
 use stockade_images::Images;
 use stockade_model::{MachineId, MachineShape};
+use stockade_wire::{event::Event, process::StartRequest};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
@@ -33,7 +36,43 @@ pub struct Rig {
     pub engine: QemuEngine,
     pub template: PathBuf,
     pub data: PathBuf,
-    _temporary: Option<tempfile::TempDir>,
+    _temporary: Option<DataDir>,
+}
+
+/// A data directory. Machines that a failing test leaves behind end with it.
+pub struct DataDir(tempfile::TempDir);
+
+impl DataDir {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().expect("a directory"))
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for DataDir {
+    fn drop(&mut self) {
+        use nix::{
+            sys::signal::{Signal, kill},
+            unistd::Pid,
+        };
+        let left = leftovers(self.path());
+        for _ in 0..500 {
+            let pids =
+                leftovers(self.path()).into_iter().filter_map(|text| text.strip_prefix("process ")?.parse().ok());
+            let pids: Vec<i32> = pids.collect();
+            if pids.is_empty() {
+                break;
+            }
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        left.iter().filter(|text| text.starts_with("/sys/")).for_each(|group| drop(fs::remove_dir(group)));
+    }
 }
 
 impl Rig {
@@ -42,7 +81,7 @@ impl Rig {
             .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
             .with_test_writer()
             .try_init();
-        let temporary = tempfile::tempdir().expect("a directory");
+        let temporary = DataDir::new();
         let mut rig = Self::on(temporary.path()).await;
         rig._temporary = Some(temporary);
         rig
@@ -76,31 +115,30 @@ impl Rig {
     }
 
     fn leftovers(&self) -> Vec<String> {
-        let names = |path: PathBuf| -> Vec<String> {
-            let entries = fs::read_dir(path).into_iter().flatten().flatten();
-            entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
-        };
-        let mut left = names(self.data.join("machines"));
-        let machines = fs::canonicalize(self.data.join("machines")).expect("there");
-        let mut visit = vec![PathBuf::from("/sys/fs/cgroup")];
-        let owner = sha256_prefix(&machines);
-        while let Some(path) = visit.pop() {
-            for entry in fs::read_dir(&path).into_iter().flatten().flatten() {
-                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                    if entry.file_name().to_string_lossy().contains(&owner) {
-                        left.push(entry.path().display().to_string());
-                    }
-                    visit.push(entry.path());
-                }
-            }
-        }
-        for pid in names(PathBuf::from("/proc")) {
-            let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            if String::from_utf8_lossy(&arguments).contains(&format!("guest=stockade-{owner}-")) {
-                left.push(format!("process {pid}"));
-            }
-        }
-        left
+        leftovers(&self.data)
+    }
+
+    /// Where the next snapshot may be put.
+    pub fn snapshot_dir(&self) -> PathBuf {
+        let directory = self.data.join("snapshots");
+        fs::create_dir_all(&directory).expect("a directory");
+        directory.join(MachineId::random().as_str())
+    }
+
+    /// Takes a snapshot of memory and disk.
+    pub async fn snapshot(&self, machine: &QemuMachine) -> PathBuf {
+        let directory = self.snapshot_dir();
+        let taken = machine.snapshot(&directory, SnapshotScope::MemoryAndDisk).await;
+        taken.unwrap_or_else(|error| panic!("{}", error_text(error)));
+        directory
+    }
+
+    /// Starts a machine from a snapshot and lets it run.
+    pub async fn start_from(&self, snapshot: &Path) -> QemuMachine {
+        let machine = self.engine.start_machine_from(&MachineId::random(), &self.template, snapshot).await;
+        let machine = machine.unwrap_or_else(|error| panic!("{}", error_text(error)));
+        machine.resume().await.expect("resumed");
+        machine
     }
 
     /// A copy that a test may break.
@@ -114,6 +152,35 @@ impl Rig {
         }
         copy
     }
+}
+
+/// Directories, processes and control groups of the machines of a data directory.
+fn leftovers(data: &Path) -> Vec<String> {
+    let names = |path: PathBuf| -> Vec<String> {
+        let entries = fs::read_dir(path).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    };
+    let mut left = names(data.join("machines"));
+    let machines = fs::canonicalize(data.join("machines")).unwrap_or_default();
+    let mut visit = vec![PathBuf::from("/sys/fs/cgroup")];
+    let owner = sha256_prefix(&machines);
+    while let Some(path) = visit.pop() {
+        for entry in fs::read_dir(&path).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                if entry.file_name().to_string_lossy().contains(&owner) {
+                    left.push(entry.path().display().to_string());
+                }
+                visit.push(entry.path());
+            }
+        }
+    }
+    for pid in names(PathBuf::from("/proc")) {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if String::from_utf8_lossy(&arguments).contains(&format!("guest=stockade-{owner}-")) {
+            left.push(format!("process {pid}"));
+        }
+    }
+    left
 }
 
 fn sha256_prefix(path: &Path) -> String {
@@ -184,7 +251,7 @@ async fn lock(name: &str) -> Flock<File> {
 async fn shared_template(engine: &QemuEngine) -> PathBuf {
     let _lock = lock("template").await;
     // Another number where the root disk below changes; all else a template depends on it says itself.
-    let template = cache().join("template-2");
+    let template = cache().join("template-3");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
         let boot = TemplateBoot { root_disk: root_disk(&cache()), shape: SHAPE, directory: template.clone() };
@@ -201,6 +268,9 @@ pub fn root_disk(directory: &Path) -> PathBuf {
     }
     fs::write(tree.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n").expect("written");
     fs::write(tree.join("etc/group"), "root:x:0:\n").expect("written");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/worker.c");
+    let status = Command::new("cc").args(["-O2", "-static", "-o"]).arg(tree.join("bin/worker")).arg(source).status();
+    assert!(status.expect("cc runs").success(), "the guest's program does not compile");
     let _ = fs::remove_file(&disk);
     let status = Command::new("mke2fs").args(["-q", "-t", "ext4", "-d"]).arg(&tree).arg(&disk).arg("64M").status();
     assert!(status.expect("mke2fs runs; `apt-get install e2fsprogs` installs it").success());
@@ -226,6 +296,68 @@ fn rand_byte() -> u8 {
     let mut byte = [0];
     getrandom::fill(&mut byte).expect("random");
     byte[0]
+}
+
+/// Starts the guest's program.
+pub async fn work(guest: &GuestClient, arguments: &[&str]) -> Lines {
+    let words = std::iter::once("/bin/worker").chain(arguments.iter().copied()).map(str::to_owned).collect();
+    let request = StartRequest {
+        command: stockade_wire::process::Command::Argv(words),
+        user: Some("root".to_owned()),
+        cwd: Some("/".to_owned()),
+        env: Default::default(),
+        stdin: true,
+        pty: None,
+        timeout_ms: None,
+        tag: Some(arguments[0].to_owned()),
+    };
+    Lines::of(guest.start(&request).await.unwrap_or_else(|error| panic!("{}", error_text(error))))
+}
+
+/// The output of a process, line by line.
+pub struct Lines {
+    events: Events,
+    text: String,
+}
+
+impl Lines {
+    pub fn of(events: Events) -> Self {
+        Self { events, text: String::new() }
+    }
+
+    /// From here on, in the middle of a line perhaps.
+    pub async fn attach(guest: &GuestClient, tag: &str) -> Self {
+        let mut lines = Self::of(guest.attach(&Selector::Tag(tag.to_owned()), None).await.expect("attached"));
+        lines.next().await;
+        lines
+    }
+
+    pub async fn next(&mut self) -> String {
+        loop {
+            if let Some((line, rest)) = self.text.split_once('\n') {
+                let (line, rest) = (line.to_owned(), rest.to_owned());
+                self.text = rest;
+                assert!(!line.starts_with("BROKEN"), "{line}");
+                return line;
+            }
+            let event = tokio::time::timeout(Duration::from_secs(60), self.events.events.next()).await;
+            match event.expect("the guest goes on").expect("the stream goes on").expect("the stream is whole") {
+                Event::Stdout(bytes) | Event::Pty(bytes) => self.text += &String::from_utf8_lossy(&bytes),
+                Event::KeepAlive => {}
+                other => panic!("{other:?} after {:?}", self.text),
+            }
+        }
+    }
+
+    pub async fn number(&mut self) -> u64 {
+        self.next().await.trim().parse().expect("a number")
+    }
+}
+
+/// Has a process that waits for input go on.
+pub async fn poke(guest: &GuestClient, tag: &str) {
+    let body = futures::stream::iter([Ok(bytes::Bytes::from_static(b"\n"))]);
+    guest.write_stdin(&Selector::Tag(tag.to_owned()), Box::pin(body), false).await.expect("written");
 }
 
 pub fn error_text(error: EngineError) -> String {
