@@ -135,6 +135,8 @@ impl From<ServiceError> for ApiError {
         match error {
             ServiceError::TemplateNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "template_not_found", message)
                 .hint("GET /v1/templates lists the templates there are"),
+            ServiceError::SnapshotNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "snapshot_not_found", message),
+            ServiceError::SnapshotInUse { .. } => Self::new(StatusCode::CONFLICT, "snapshot_in_use", message),
             ServiceError::SandboxNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", message)
                 .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),
             ServiceError::SandboxEnded { ref id, ref ending } => {

@@ -83,6 +83,8 @@ define_ids! {
     SandboxId: "sbx", "sandbox";
     /// One template.
     TemplateId: "tpl", "template";
+    /// One snapshot, and one directory of saved state.
+    SnapshotId: "snap", "snapshot";
     /// One machine an engine runs; a sandbox may have several, one after the other.
     MachineId: "mch", "machine";
     /// One workspace: the owner of sandboxes, templates and keys.

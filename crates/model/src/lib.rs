@@ -4,10 +4,17 @@ mod id;
 mod sandbox;
 mod secret;
 mod shape;
+mod snapshot;
 mod template;
+mod usage;
 
-pub use id::{ApiKeyId, IdError, MachineId, SandboxId, TemplateId, WorkspaceId};
-pub use sandbox::{EndCause, Ending, Sandbox, SandboxState, TransitionError, UnknownState};
+pub use id::{ApiKeyId, IdError, MachineId, SandboxId, SnapshotId, TemplateId, WorkspaceId};
+pub use sandbox::{
+    EndCause, Ending, IdleRules, LifeRules, Lineage, OnTimeout, Sandbox, SandboxState, Tier, TransitionError,
+    UnknownState,
+};
 pub use secret::Secret;
 pub use shape::{Accelerator, IsolationClass, MachineShape};
+pub use snapshot::Snapshot;
 pub use template::{Template, TemplateState};
+pub use usage::{Costs, Prices, Usage};

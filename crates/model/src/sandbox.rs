@@ -1,21 +1,27 @@
 //! A sandbox and the states it goes through.
 //!
 //! ```text
-//! creating --> running --> killing --> gone
-//!     |           |                     ^
-//!     v           +--(machine ended)----+
-//!   failed
+//! creating --> running <---------------- resuming
+//!     |         |  ^ |                    ^   |
+//!     |         |  | +--> pausing --+     |   v
+//!     v         |  |         |  ^   +--> paused (standby, hibernated)
+//!   failed      |  +---------+  |   +--> stopped (disk only)
+//!               |     (failed)  +---------+ (to a deeper tier)
+//!               |
+//!               +--> killing --> gone      every living state may be killed; one whose machine has
+//!                                          ended by itself is `gone` at once
 //! ```
 //!
-//! `failed` and `gone` are final and keep a record of when and why. The tiers below `running`
-//! (paused, hibernated, ...) join between `running` and `killing`.
+//! `failed` and `gone` are final and keep a record of when and why. A standby machine is a halted process,
+//! so going there and back is a matter of milliseconds and leaves out `pausing` and `resuming` in the record.
+//! The deadline runs while a sandbox is running and at no other time.
 
-use std::{collections::BTreeMap, fmt, str::FromStr};
+use std::{collections::BTreeMap, fmt, str::FromStr, time::Duration};
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::{ApiKeyId, MachineId, MachineShape, SandboxId, Secret, TemplateId, WorkspaceId};
+use crate::{ApiKeyId, MachineId, MachineShape, SandboxId, Secret, SnapshotId, TemplateId, WorkspaceId};
 
 /// Where a sandbox is in its life.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize, utoipa::ToSchema)]
@@ -25,6 +31,14 @@ pub enum SandboxState {
     Creating,
     /// It takes commands.
     Running,
+    /// What it holds is being put away.
+    Pausing,
+    /// It stands still, memory included; [`Sandbox::tier`] says where that is kept.
+    Paused,
+    /// It is being brought back.
+    Resuming,
+    /// It has been shut down; its disk is kept and boots when it is started again.
+    Stopped,
     /// It could not be made.
     Failed,
     /// It is being ended.
@@ -45,7 +59,17 @@ pub struct TransitionError {
 
 impl SandboxState {
     /// All states, in the order of a life.
-    pub const ALL: [Self; 5] = [Self::Creating, Self::Running, Self::Failed, Self::Killing, Self::Gone];
+    pub const ALL: [Self; 9] = [
+        Self::Creating,
+        Self::Running,
+        Self::Pausing,
+        Self::Paused,
+        Self::Resuming,
+        Self::Stopped,
+        Self::Failed,
+        Self::Killing,
+        Self::Gone,
+    ];
 
     /// Whether nothing can follow.
     pub fn is_final(self) -> bool {
@@ -57,9 +81,15 @@ impl SandboxState {
     /// # Errors
     /// The diagram has no such step.
     pub fn step(self, to: Self) -> Result<Self, TransitionError> {
-        use SandboxState::{Creating, Failed, Gone, Killing, Running};
+        use SandboxState::{Creating, Failed, Gone, Killing, Paused, Pausing, Resuming, Running, Stopped};
         match (self, to) {
-            (Creating, Running | Failed | Killing) | (Running, Killing | Gone) | (Killing, Gone) => Ok(to),
+            (Creating, Running | Failed | Killing)
+            | (Running, Pausing | Paused | Killing | Gone)
+            | (Pausing, Running | Paused | Stopped | Killing | Gone)
+            | (Paused, Pausing | Resuming | Running | Killing | Gone)
+            | (Resuming, Running | Paused | Stopped | Killing | Gone)
+            | (Stopped, Resuming | Running | Killing | Gone)
+            | (Killing, Gone) => Ok(to),
             (from, to) => Err(TransitionError { from, to }),
         }
     }
@@ -69,6 +99,10 @@ impl SandboxState {
         match self {
             Self::Creating => "creating",
             Self::Running => "running",
+            Self::Pausing => "pausing",
+            Self::Paused => "paused",
+            Self::Resuming => "resuming",
+            Self::Stopped => "stopped",
             Self::Failed => "failed",
             Self::Killing => "killing",
             Self::Gone => "gone",
@@ -78,7 +112,10 @@ impl SandboxState {
 
 /// A word that names no state.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{text:?} is not a state of a sandbox: expected creating, running, failed, killing or gone")]
+#[error(
+    "{text:?} is not a state of a sandbox: expected {}",
+    SandboxState::ALL.map(SandboxState::as_str).join(", ")
+)]
 pub struct UnknownState {
     text: String,
 }
@@ -121,6 +158,89 @@ pub enum EndCause {
     HostLost,
     /// It could not be made.
     CreateFailed,
+    /// Nobody used it for as long as its rules allow.
+    Idle,
+    /// It took the place of the sandbox it was forked from.
+    Promoted {
+        /// Under which id it lives on.
+        into: SandboxId,
+    },
+}
+
+/// Where a paused sandbox is kept, its memory included.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Tier {
+    /// In its halted machine: back in milliseconds, at the price of the memory.
+    Standby,
+    /// In files: no process, no memory.
+    Hibernated,
+}
+
+impl Tier {
+    /// All tiers, the deepest last.
+    pub const ALL: [Self; 2] = [Self::Standby, Self::Hibernated];
+
+    /// The tier's word, as in the API.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Standby => "standby",
+            Self::Hibernated => "hibernated",
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What happens at the deadline.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnTimeout {
+    /// The sandbox ends.
+    #[default]
+    Kill,
+    /// It is hibernated.
+    Pause,
+    /// It is stopped: only its disk is kept.
+    Stop,
+}
+
+/// How long after the last activity a sandbox goes down, tier by tier. Activity is a request to the guest
+/// and every stream from it that is open.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct IdleRules {
+    /// Into standby.
+    pub standby_after: Option<Duration>,
+    /// Into hibernation.
+    pub hibernate_after: Option<Duration>,
+    /// Its end, whatever tier it is in by then, stopped included.
+    pub delete_after: Option<Duration>,
+}
+
+/// How a sandbox lives on without being asked. Kept through every tier.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct LifeRules {
+    /// What happens at the deadline.
+    pub on_timeout: OnTimeout,
+    /// Whether a request to the guest brings it back, and waits for that.
+    pub auto_resume: bool,
+    /// When it goes down by itself.
+    pub idle: IdleRules,
+}
+
+/// Where a sandbox comes from, beside its template.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Lineage {
+    /// The snapshot it was made from or was last rolled back to.
+    pub snapshot: Option<SnapshotId>,
+    /// The sandbox it was forked from.
+    pub parent: Option<SandboxId>,
+    /// Which of its siblings it is, from 0.
+    pub fork_index: Option<u32>,
 }
 
 /// The end of a sandbox.
@@ -162,8 +282,22 @@ pub struct Sandbox {
     pub created_at: Timestamp,
     /// When it took its first command.
     pub started_at: Option<Timestamp>,
-    /// When it will be ended.
+    /// When its lifetime ends; means nothing while it is paused or stopped.
     pub deadline: Timestamp,
+    /// The lifetime it was last given.
+    pub lifetime: Duration,
+    /// What is left of its lifetime, while it is paused or stopped.
+    pub remaining: Option<Duration>,
+    /// Where it is kept while it is paused with its memory, or being brought there or back.
+    pub tier: Option<Tier>,
+    /// The directory it is kept in while it is hibernated or stopped, or being brought there or back.
+    pub saved: Option<SnapshotId>,
+    /// Since when nobody has used it, while it is paused or stopped.
+    pub idle_since: Option<Timestamp>,
+    /// How it lives on without being asked.
+    pub rules: LifeRules,
+    /// Where it comes from.
+    pub lineage: Lineage,
     /// Set once it is final.
     pub ending: Option<Ending>,
 }

@@ -4,22 +4,32 @@
 //! |---|---|---|
 //! | creating | reaped, `failed` | `failed` |
 //! | killing | reaped, `gone` with the recorded cause | the same |
-//! | running | adopted (and ended at once if its deadline has passed) | `gone`, host lost |
+//! | running | resumed, adopted (and its deadline obeyed if it has passed) | `gone`, host lost |
+//! | pausing | the pause is undone: runs on, or stands by if it did | paused or stopped if its directory is whole, else `gone` |
+//! | paused, standby | halted, adopted | `gone`, host lost |
+//! | paused, hibernated; stopped | (none in the record) | adopted if its directory is there, else `gone` |
+//! | resuming, machine whole | brought up | back to its directory |
+//! | resuming | reaped, back to its directory | back to its directory |
 //!
-//! Then every machine without a record is swept. Requests are taken after that only.
+//! Then every machine and directory without a record is swept. Requests are taken after that only.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use futures::StreamExt;
-use stockade_model::{EndCause, Ending, MachineId, Sandbox, SandboxState};
+use stockade_engine::{Machine, SnapshotScope};
+use stockade_model::{EndCause, Ending, MachineId, OnTimeout, Sandbox, SandboxState, Tier};
+use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
     ServiceError,
     core::Core,
+    create::{step, wake},
+    dirs::{Kind, bytes_of},
     error::{chain, store_error},
     live::Live,
-    owner::Owner,
+    meter,
+    owner::{Owner, Place},
 };
 
 const AT_ONCE: usize = 16;
@@ -37,6 +47,7 @@ pub(crate) async fn adopt_all(core: &Arc<Core>) -> Result<(), ServiceError> {
     for settled in found {
         adopted.extend(settled?);
     }
+    sweep_directories(core, &adopted).await?;
     let keep: BTreeSet<MachineId> =
         adopted.iter().filter_map(|live: &Live| live.view.borrow().sandbox.machine.clone()).collect();
     match core.engine().sweep(&keep).await {
@@ -46,12 +57,37 @@ pub(crate) async fn adopt_all(core: &Arc<Core>) -> Result<(), ServiceError> {
         Err(error) => warn!(error = &error as &dyn std::error::Error, "not all machines without a sandbox are removed"),
     }
     let now = core.now();
-    let expired = adopted.iter().filter(|live| live.view.borrow().sandbox.deadline <= now);
+    let is_over = |sandbox: &Sandbox| {
+        sandbox.state == SandboxState::Running && sandbox.rules.on_timeout == OnTimeout::Kill && sandbox.deadline <= now
+    };
+    let expired = adopted.iter().filter(|live| is_over(&live.view.borrow().sandbox));
     let ends = futures::future::join_all(expired.map(Live::ended));
     if tokio::time::timeout(WAIT_FOR_EXPIRED, ends).await.is_err() {
         warn!("sandboxes whose deadline has passed are still being ended");
     }
     Ok(())
+}
+
+/// Finishes deletes, removes what was never finished, and what has no record.
+async fn sweep_directories(core: &Arc<Core>, adopted: &[Live]) -> Result<(), ServiceError> {
+    let mut kept = Vec::new();
+    for (snapshot, is_ready) in core.store().all_snapshots().await.map_err(store_error)? {
+        if is_ready {
+            kept.push(snapshot);
+        } else {
+            core.remove_snapshot(&snapshot.id).await?;
+        }
+    }
+    let snapshots = kept.iter().map(|snapshot| snapshot.id.clone()).collect();
+    let paused = adopted.iter().filter_map(|live| live.view.borrow().sandbox.saved.clone()).collect();
+    for (kind, keep) in [(Kind::Snapshot, snapshots), (Kind::Paused, paused)] {
+        match core.dirs.sweep(kind, keep).await {
+            Ok(0) => {}
+            Ok(swept) => info!(?kind, swept, "removed saved state without a record"),
+            Err(error) => warn!(?kind, error = &error as &dyn std::error::Error, "saved state without a record stays"),
+        }
+    }
+    meter::adopt_snapshots(core, kept).await
 }
 
 /// One record. `Some`: it has an owner again.
@@ -66,23 +102,107 @@ async fn settle(core: &Arc<Core>, sandbox: Sandbox, intended: Option<Ending>) ->
             }
         },
     };
-    match (sandbox.state, machine) {
-        (SandboxState::Running, Some(machine)) => {
-            info!(id = %sandbox.id, machine = %machine.id(), "adopted");
-            Ok(Some(Owner::spawn_adopted(core, sandbox, machine)))
+    let place = match (sandbox.state, machine) {
+        (SandboxState::Creating | SandboxState::Killing, machine) => {
+            reap(machine).await;
+            return finish(core, &sandbox, intended, "the server ended while it was being made".to_owned()).await;
         }
-        (_, machine) => {
-            if let Some(machine) = machine {
-                // What this leaves is swept: the machine is not kept.
-                if let Err(error) = machine.kill().await {
-                    warn!(machine = %machine.id(), error = &error as &dyn std::error::Error, "machine not removed");
-                }
-            }
-            let detail = match sandbox.state {
-                SandboxState::Creating => "the server ended while it was being made",
-                _ => "its machine was not there when the server came back",
-            };
-            finish(core, &sandbox, intended, detail.to_owned()).await
+        (state, machine) => find_place(core, sandbox.clone(), state, machine).await?,
+    };
+    let Some((sandbox, place)) = place else {
+        let detail = "its machine, or what was kept of it, was not there when the server came back";
+        return finish(core, &sandbox, intended, detail.to_owned()).await;
+    };
+    info!(id = %sandbox.id, state = %sandbox.state, "adopted");
+    let last = core.store().last_usage(sandbox.id.as_str()).await.map_err(store_error)?;
+    let bytes = sandbox.saved.as_ref().map_or(0, |saved| bytes_of(&core.dirs.path(Kind::Paused, saved)));
+    let machine = match &place {
+        Place::Running(machine) | Place::Standby(machine) | Place::Resuming(machine) => Some(machine),
+        _ => None,
+    };
+    core.meter.adopt(&sandbox, machine, bytes, last, core.now());
+    Ok(Some(Owner::spawn_adopted(core, sandbox, place)))
+}
+
+/// Where a sandbox that has run goes on, and its record as it is then; `None`: nothing is left of it.
+async fn find_place(
+    core: &Arc<Core>,
+    sandbox: Sandbox,
+    state: SandboxState,
+    machine: Option<Arc<dyn Machine>>,
+) -> Result<Option<(Sandbox, Place)>, ServiceError> {
+    let found = match (state, machine) {
+        (SandboxState::Running, Some(machine)) => {
+            // A snapshot that was cut off has left it halted.
+            wake(core, &machine).await;
+            Some((sandbox, Place::Running(machine)))
+        }
+        (SandboxState::Pausing, Some(machine)) if sandbox.remaining.is_none() => {
+            wake(core, &machine).await;
+            Some((
+                Sandbox { state: SandboxState::Running, tier: None, saved: None, ..sandbox },
+                Place::Running(machine),
+            ))
+        }
+        (SandboxState::Paused | SandboxState::Pausing, Some(machine)) => {
+            halt(core, &machine).await;
+            let tier = Some(Tier::Standby);
+            Some((Sandbox { state: SandboxState::Paused, tier, saved: None, ..sandbox }, Place::Standby(machine)))
+        }
+        (SandboxState::Resuming, Some(machine)) if sandbox.tier == Some(Tier::Standby) => {
+            Some((sandbox, Place::Resuming(machine)))
+        }
+        (SandboxState::Pausing | SandboxState::Resuming, machine) => {
+            reap(machine).await;
+            saved(core, sandbox).await
+        }
+        (SandboxState::Paused | SandboxState::Stopped, None) => {
+            let is_there = |id| core.dirs.path(Kind::Paused, id).is_dir();
+            sandbox.saved.as_ref().is_some_and(is_there).then_some((sandbox, Place::Saved))
+        }
+        _ => None,
+    };
+    if let Some((sandbox, _)) = &found
+        && sandbox.state != state
+    {
+        core.store().put_life(sandbox, state, core.now()).await.map_err(store_error)?;
+    }
+    Ok(found)
+}
+
+/// A sandbox whose machine is gone, from its directory if that is whole.
+async fn saved(core: &Core, sandbox: Sandbox) -> Option<(Sandbox, Place)> {
+    let directory = core.dirs.path(Kind::Paused, sandbox.saved.as_ref()?);
+    let template = core.store().template(&sandbox.workspace, sandbox.template.as_str()).await.ok()??;
+    let report = core.engine().check_snapshot(&template.directory, &directory).await.ok()?;
+    let (state, tier) = match report.scope {
+        SnapshotScope::MemoryAndDisk => (SandboxState::Paused, Some(Tier::Hibernated)),
+        SnapshotScope::DiskOnly => (SandboxState::Stopped, None),
+    };
+    let left = Duration::try_from(sandbox.deadline.duration_since(core.now())).unwrap_or_default();
+    let sandbox = Sandbox {
+        state,
+        tier,
+        machine: None,
+        remaining: sandbox.remaining.or(Some(left)),
+        idle_since: sandbox.idle_since.or(Some(core.now())),
+        ..sandbox
+    };
+    Some((sandbox, Place::Saved))
+}
+
+async fn halt(core: &Core, machine: &Arc<dyn Machine>) {
+    let never = CancellationToken::new();
+    if step(machine, "pause", core.config.step_patience, &never, machine.pause()).await.is_err() {
+        warn!(machine = %machine.id(), "a machine in standby was not halted");
+    }
+}
+
+async fn reap(machine: Option<Arc<dyn Machine>>) {
+    if let Some(machine) = machine {
+        // What this leaves is swept: the machine is not kept.
+        if let Err(error) = machine.kill().await {
+            warn!(machine = %machine.id(), error = &error as &dyn std::error::Error, "machine not removed");
         }
     }
 }

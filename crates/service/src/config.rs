@@ -1,6 +1,7 @@
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use stockade_engine::Engine;
+use stockade_model::Prices;
 use stockade_store::Store;
 
 use crate::clock::{Clock, SystemClock};
@@ -12,6 +13,8 @@ pub struct ServiceConfig {
     pub engine: Arc<dyn Engine>,
     /// Keeps the records.
     pub store: Store,
+    /// Where `snapshots/` and `paused/` are; on the file system of the engine's machines.
+    pub state_dir: PathBuf,
     /// Restored, paused machines kept ready per template; zero: none.
     pub pool_size: usize,
     /// Longest lifetime a request may ask for.
@@ -24,10 +27,20 @@ pub struct ServiceConfig {
     pub concurrent_restores: usize,
     /// How long one step of a create may take before it counts as failed.
     pub step_patience: Duration,
+    /// How long taking a snapshot may take, writing it out included.
+    pub snapshot_patience: Duration,
+    /// Children one fork may make.
+    pub max_fork: u32,
     /// How long the record of an ended sandbox is kept.
     pub keep_ended: Duration,
     /// How often running sandboxes are asked how they do; zero: only when a client asks.
     pub metrics_period: Duration,
+    /// How often usage is read and written; what a crash may lose. Zero: only at changes of state.
+    pub meter_period: Duration,
+    /// How long usage is kept.
+    pub keep_usage: Duration,
+    /// What usage costs.
+    pub prices: Prices,
     /// The wall clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -36,10 +49,11 @@ impl ServiceConfig {
     /// How long a sandbox lives if the request does not say.
     pub const DEFAULT_LIFETIME: Duration = Duration::from_secs(300);
 
-    /// The defaults.
+    /// The defaults; state is kept beside the store's database.
     pub fn new(engine: Arc<dyn Engine>, store: Store) -> Self {
         Self {
             engine,
+            state_dir: store.directory(),
             store,
             pool_size: 2,
             max_lifetime: Duration::from_secs(24 * 3600),
@@ -47,8 +61,13 @@ impl ServiceConfig {
             max_sandboxes: 10_000,
             concurrent_restores: std::thread::available_parallelism().map_or(1, usize::from),
             step_patience: Duration::from_secs(60),
+            snapshot_patience: Duration::from_secs(600),
+            max_fork: 100,
             keep_ended: Duration::from_secs(7 * 24 * 3600),
             metrics_period: Duration::from_secs(5),
+            meter_period: Duration::from_secs(5),
+            keep_usage: Duration::from_secs(400 * 24 * 3600),
+            prices: Prices::default(),
             clock: Arc::new(SystemClock),
         }
     }

@@ -20,7 +20,9 @@ use tracing::warn;
 use crate::{
     ServiceConfig, ServiceError,
     clock::{Clock, whole_millis},
+    dirs::StateDirs,
     live::Registry,
+    meter::Meter,
     pool::Pool,
 };
 
@@ -32,6 +34,8 @@ pub(crate) struct Core {
     pub(crate) config: ServiceConfig,
     pub(crate) registry: Registry,
     pub(crate) pool: Pool,
+    pub(crate) dirs: StateDirs,
+    pub(crate) meter: Meter,
     /// One permit per restore under way, creates and the pool's alike.
     pub(crate) restores: Semaphore,
     creates: Arc<Count>,
@@ -61,6 +65,8 @@ impl Core {
         Self {
             registry: Registry::default(),
             pool: Pool::new(config.pool_size),
+            dirs: StateDirs::new(config.state_dir.clone()),
+            meter: Meter::default(),
             restores: Semaphore::new(config.concurrent_restores.max(1)),
             creates: count(config.max_creates_in_flight),
             sandboxes: count(config.max_sandboxes),

@@ -23,6 +23,7 @@ use crate::{
     ServiceError,
     core::{Core, Pauses},
     error::store_error,
+    live::Source,
 };
 
 const ENTROPY_BYTES: usize = 48;
@@ -32,6 +33,8 @@ const TRIES_BEFORE_ANSWER: usize = 3;
 /// What an owner needs to make its sandbox.
 pub(crate) struct Order {
     pub(crate) template: TemplateRecord,
+    /// A snapshot to start from, over the template.
+    pub(crate) source: Option<Source>,
     pub(crate) lifetime: Duration,
     pub(crate) key: Option<Idempotency>,
 }
@@ -55,14 +58,28 @@ impl<E: Into<ServiceError>> From<E> for Unmade {
     }
 }
 
+impl Unmade {
+    /// As an error, for verbs that go on after a cancel.
+    pub(crate) fn into_error(self) -> ServiceError {
+        match self {
+            Self::Failed(error) => error,
+            Self::Cancelled => ServiceError::Busy {
+                what: "the sandbox is being ended".to_owned(),
+                retry_after: Duration::from_secs(1),
+            },
+        }
+    }
+}
+
 /// Gives a recorded sandbox its machine; the record names it already.
 pub(crate) async fn make(
     core: &Arc<Core>,
     sandbox: &mut Sandbox,
-    template: &TemplateRecord,
+    order: &Order,
     claimed: Option<Arc<dyn Machine>>,
     cancel: &CancellationToken,
 ) -> Result<Arc<dyn Machine>, Unmade> {
+    let template = &order.template;
     if let Some(machine) = claimed {
         match bring_up(core, &machine, sandbox, &template.template, cancel).await {
             Ok(()) => return Ok(machine),
@@ -77,7 +94,8 @@ pub(crate) async fn make(
         sandbox.machine = Some(fresh);
     }
     let id = sandbox.machine.clone().expect("a sandbox is recorded with the machine it will have");
-    let machine = start(core, &id, &template.directory, cancel).await?;
+    let machine =
+        start(core, &id, &template.directory, order.source.as_ref().map(|source| &*source.directory), cancel).await?;
     match bring_up(core, &machine, sandbox, &template.template, cancel).await {
         Ok(()) => Ok(machine),
         Err(unmade) => {
@@ -87,10 +105,13 @@ pub(crate) async fn make(
     }
 }
 
-async fn start(
+/// Starts a machine, from a snapshot over the template if there is one. A cancel does not cut a start short,
+/// only the wait for its turn.
+pub(crate) async fn start(
     core: &Arc<Core>,
     id: &MachineId,
-    directory: &Path,
+    template: &Path,
+    snapshot: Option<&Path>,
     cancel: &CancellationToken,
 ) -> Result<Arc<dyn Machine>, Unmade> {
     let _permit = tokio::select! {
@@ -98,7 +119,13 @@ async fn start(
         () = cancel.cancelled() => return Err(Unmade::Cancelled),
     };
     let patience = core.config.step_patience;
-    match tokio::time::timeout(patience, core.engine().start(id, directory)).await {
+    let start = async {
+        match snapshot {
+            Some(snapshot) => core.engine().start_from_snapshot(id, template, snapshot).await,
+            None => core.engine().start(id, template).await,
+        }
+    };
+    match tokio::time::timeout(patience, start).await {
         Ok(started) => Ok(started?),
         Err(_) => {
             let (core, id) = (Arc::clone(core), id.clone());
@@ -109,7 +136,7 @@ async fn start(
 }
 
 /// From a paused machine to one that takes this sandbox's commands. Each step may be repeated.
-async fn bring_up(
+pub(crate) async fn bring_up(
     core: &Core,
     machine: &Arc<dyn Machine>,
     sandbox: &Sandbox,
@@ -153,6 +180,43 @@ fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template) -> Identity 
     }
 }
 
+/// One step of a verb on a machine: bounded, cut short by a cancel or by the machine's end. Where it was cut
+/// the machine is in an unknown state; the caller sets that right or ends it.
+pub(crate) async fn step<T>(
+    machine: &Arc<dyn Machine>,
+    name: &'static str,
+    patience: Duration,
+    cancel: &CancellationToken,
+    work: impl Future<Output = Result<T, EngineError>>,
+) -> Result<T, Unmade> {
+    tokio::select! {
+        done = tokio::time::timeout(patience, work) => match done {
+            Ok(done) => Ok(done?),
+            Err(_) => Err(EngineError::Emulator { step: name, detail: format!("no answer within {patience:?}") }.into()),
+        },
+        exit = machine.exited() => {
+            Err(EngineError::Gone { machine: machine.id().clone(), reason: format!("{exit:?}") }.into())
+        }
+        () = cancel.cancelled() => Err(Unmade::Cancelled),
+    }
+}
+
+/// Lets a machine run again that a step may have left halted.
+pub(crate) async fn wake(core: &Core, machine: &Arc<dyn Machine>) {
+    let mut pauses = Pauses::default();
+    for _ in 0..TRIES_BEFORE_ANSWER {
+        let never = CancellationToken::new();
+        match step(machine, "resume", core.config.step_patience, &never, machine.resume()).await {
+            Ok(()) => return,
+            Err(Unmade::Failed(error)) => {
+                warn!(machine = %machine.id(), error = &error as &dyn std::error::Error, "machine not resumed");
+            }
+            Err(Unmade::Cancelled) => unreachable!("nobody cancels"),
+        }
+        pauses.wait().await;
+    }
+}
+
 /// Removes a machine; if that does not work at once, goes on trying without keeping the caller.
 pub(crate) async fn remove_soon(core: &Arc<Core>, machine: Arc<dyn Machine>) {
     let mut pauses = Pauses::default();
@@ -171,7 +235,9 @@ pub(crate) async fn remove_soon(core: &Arc<Core>, machine: Arc<dyn Machine>) {
 
 #[cfg(test)]
 mod tests {
-    use stockade_model::{MachineShape, SandboxId, SandboxState, Secret, TemplateId, TemplateState, WorkspaceId};
+    use stockade_model::{
+        LifeRules, Lineage, MachineShape, SandboxId, SandboxState, Secret, TemplateId, TemplateState, WorkspaceId,
+    };
 
     use super::*;
 
@@ -209,6 +275,13 @@ mod tests {
             created_at: now,
             started_at: None,
             deadline: now,
+            lifetime: Duration::from_secs(1),
+            remaining: None,
+            tier: None,
+            saved: None,
+            idle_since: None,
+            rules: LifeRules::default(),
+            lineage: Lineage::default(),
             ending: None,
         };
         let (one, other) = (identity(now, &sandbox, &template), identity(now, &sandbox, &template));

@@ -1,7 +1,7 @@
 //! Ending a sandbox.
 //!
 //! ```text
-//! record `killing` + why -> machine killed and removed -> record `gone`
+//! record `killing` + why -> machine killed and removed -> saved state removed -> record `gone`
 //! ```
 //!
 //! Each step may be repeated, by us or by the next server. When the machine has ended by itself the
@@ -17,6 +17,7 @@ use crate::{
     ServiceError,
     core::Pauses,
     create,
+    dirs::Kind,
     error::store_error,
     live::{Reply, Verb},
     owner::Owner,
@@ -58,12 +59,16 @@ impl Owner {
 
     async fn try_end(&mut self, machine: Option<&Arc<dyn Machine>>, ending: &Ending) -> Result<(), ServiceError> {
         if self.sandbox.state != SandboxState::Killing {
+            self.core.meter.end(&self.sandbox.id, self.core.now());
             self.core.store().begin_end(&self.sandbox.id, ending).await.map_err(store_error)?;
             self.sandbox.state = SandboxState::Killing;
             self.show(None);
         }
         if let Some(machine) = machine {
             machine.kill().await?;
+        }
+        if let Some(saved) = &self.sandbox.saved {
+            self.core.dirs.remove(Kind::Paused, saved).await?;
         }
         self.finish(SandboxState::Gone, ending).await
     }
@@ -77,6 +82,7 @@ impl Owner {
             MachineExit::Killed => (EndCause::Crashed, "its machine was killed, not by its owner".to_owned()),
         };
         let ending = self.ending(cause, detail);
+        self.core.meter.end(&self.sandbox.id, ending.at);
         self.finish_for_certain(SandboxState::Gone, &ending).await;
         let core = Arc::clone(&self.core);
         create::remove_soon(&core, machine).await;

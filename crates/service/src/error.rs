@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use stockade_engine::EngineError;
-use stockade_model::{Ending, SandboxId, SandboxState};
+use stockade_model::{Ending, SandboxId, SandboxState, SnapshotId};
 use stockade_store::StoreError;
 
 /// Why the service did not do what was asked.
@@ -34,6 +34,18 @@ pub enum ServiceError {
         id: SandboxId,
         /// Its state.
         state: SandboxState,
+    },
+    /// No such snapshot in the caller's sight.
+    #[error("snapshot {name:?} not found")]
+    SnapshotNotFound {
+        /// As asked for.
+        name: String,
+    },
+    /// A machine is just being started from the snapshot.
+    #[error("snapshot {id} is being started from; try again in a moment")]
+    SnapshotInUse {
+        /// Which.
+        id: SnapshotId,
     },
     /// A field of the request makes no sense.
     #[error("{field} {problem}")]

@@ -5,31 +5,44 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use stockade_model::{ApiKeyId, SandboxState, WorkspaceId};
+use stockade_model::{ApiKeyId, IdleRules, OnTimeout, SandboxId, SandboxState, Tier, WorkspaceId};
 
+mod activity;
 mod adopt;
 mod clock;
 mod config;
 mod core;
 mod create;
+mod dirs;
 mod end;
 mod error;
+mod fork;
 mod janitor;
 mod keys;
 mod live;
+mod meter;
 mod metrics;
 mod owner;
+mod pause;
+mod paused;
 mod pool;
+mod replace;
 mod request;
+mod resume;
+mod running;
 mod service;
+mod snapshots;
 mod start;
 mod templates;
+mod usage;
 
 pub use clock::{Clock, SystemClock};
 pub use config::ServiceConfig;
 pub use error::ServiceError;
 pub use metrics::MetricsSample;
 pub use service::Service;
+pub use stockade_engine::SnapshotScope;
+pub use usage::{UsageFilter, UsageReportRow};
 
 /// Who asks: found from an API key.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -41,18 +54,82 @@ pub struct Principal {
 }
 
 /// A sandbox to be made.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct CreateSandbox {
-    /// A template's name or id.
+    /// A template's or a snapshot's name or id; of a name a template comes first, then the newest snapshot.
     pub template: String,
     /// How long it may live from when it runs; must be over zero and at most the server's maximum.
     pub lifetime: Duration,
     /// Labels.
     pub metadata: BTreeMap<String, String>,
-    /// Environment of every process, over the template's.
+    /// Environment of every process, over the template's and the snapshot's.
     pub env: BTreeMap<String, String>,
+    /// What happens when its lifetime is over.
+    pub on_timeout: OnTimeout,
+    /// Whether a request to its guest brings it back from a pause, whatever put it there.
+    pub auto_resume: bool,
+    /// When it goes down by itself for want of use.
+    pub idle: IdleRules,
     /// The same key within a day gives the same sandbox; another request under it is refused.
     pub idempotency_key: Option<String>,
+}
+
+/// A snapshot to be taken.
+#[derive(Clone, Debug)]
+pub struct SnapshotRequest {
+    /// A name; need not be unique, the newest one of a name is meant by it.
+    pub name: Option<String>,
+    /// Labels.
+    pub labels: BTreeMap<String, String>,
+    /// With or without memory.
+    pub scope: SnapshotScope,
+    /// When it is to be deleted; `None`: never.
+    pub expires_after: Option<Duration>,
+}
+
+/// Which snapshots to list: all conditions hold.
+#[derive(Clone, Debug, Default)]
+pub struct SnapshotFilter {
+    /// Taken of this sandbox.
+    pub sandbox: Option<SandboxId>,
+    /// Of this name.
+    pub name: Option<String>,
+    /// With all of these labels.
+    pub labels: BTreeMap<String, String>,
+    /// Oldest first; false: newest first.
+    pub ascending: bool,
+    /// At most this many, 1 to 1000.
+    pub limit: u32,
+    /// The cursor of the page before.
+    pub cursor: Option<String>,
+}
+
+/// Children to be made.
+#[derive(Clone, Debug, Default)]
+pub struct ForkRequest {
+    /// How many.
+    pub count: u32,
+    /// How long each may live; `None`: as long as the parent was to.
+    pub lifetime: Option<Duration>,
+    /// Their labels; `None`: the parent's.
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// If one cannot be made, none is.
+    pub all_or_nothing: bool,
+}
+
+/// How to pause.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct PauseMode {
+    /// False: only the disk is kept, the sandbox is stopped and boots when it is resumed.
+    pub memory: bool,
+    /// Where memory is kept.
+    pub tier: Tier,
+}
+
+impl Default for PauseMode {
+    fn default() -> Self {
+        Self { memory: true, tier: Tier::Hibernated }
+    }
 }
 
 /// Which sandboxes to list: all conditions hold.

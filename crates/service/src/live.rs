@@ -1,16 +1,18 @@
 //! Sandboxes that have an owner task, and how to reach it.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use stockade_engine::Machine;
-use stockade_model::{EndCause, Sandbox, SandboxId};
+use stockade_engine::{GuestClient, Machine, SnapshotScope};
+use stockade_model::{EndCause, Ending, Sandbox, SandboxId, SnapshotId};
+use stockade_store::SnapshotRecord;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::{ServiceError, metrics::History};
+use crate::{ServiceError, activity::Activity, dirs::Lease, metrics::History};
 
 /// Requests an owner keeps waiting; whoever sends more waits in its stead.
 const INBOX: usize = 32;
@@ -23,8 +25,54 @@ pub(crate) enum Verb {
     Kill { cause: EndCause, reply: Reply<()> },
     /// Move the deadline.
     SetLifetime { lifetime: Duration, only_later: bool, reply: Reply<Sandbox> },
-    /// The machine, once it takes commands.
-    Machine { reply: Reply<Arc<dyn Machine>> },
+    /// The machine, once it takes commands. `wake`: a paused sandbox that resumes by itself does so.
+    Machine { wake: bool, reply: Reply<Arc<dyn Machine>> },
+    /// Take a snapshot.
+    Snapshot { plan: SnapshotPlan, reply: Reply<SnapshotRecord> },
+    /// Go down.
+    Pause { target: Target, reply: Reply<Sandbox> },
+    /// Come back.
+    Resume { lifetime: Option<Duration>, reply: Reply<Sandbox> },
+    /// Go on from a snapshot.
+    Rollback { source: Source, reply: Reply<Sandbox> },
+    /// Go on as the child does, which ends.
+    Promote { child: Live, child_id: SandboxId, reply: Reply<Sandbox> },
+    /// Give the machine away, for [`Verb::Promote`].
+    HandOver { reply: Reply<HandedOver> },
+}
+
+/// A snapshot to be taken.
+#[derive(Clone, Debug)]
+pub(crate) struct SnapshotPlan {
+    pub(crate) name: Option<String>,
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) scope: SnapshotScope,
+    pub(crate) expires_after: Option<Duration>,
+    /// Seen by nobody but whoever asked for it.
+    pub(crate) is_ephemeral: bool,
+}
+
+/// How far down.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Target {
+    Standby,
+    Hibernated,
+    Stopped,
+}
+
+/// Saved state to start from.
+pub(crate) struct Source {
+    /// `None`: it is no snapshot with a record.
+    pub(crate) snapshot: Option<SnapshotId>,
+    pub(crate) directory: PathBuf,
+    pub(crate) _lease: Option<Lease>,
+}
+
+/// A halted machine that another sandbox may take.
+pub(crate) struct HandedOver {
+    pub(crate) machine: Arc<dyn Machine>,
+    /// Dropped: it was not taken.
+    pub(crate) taken: oneshot::Sender<Ending>,
 }
 
 /// What everybody may know of a live sandbox without asking its owner.
@@ -41,6 +89,25 @@ pub(crate) struct Live {
     pub(crate) inbox: mpsc::Sender<Verb>,
     pub(crate) view: watch::Receiver<View>,
     pub(crate) history: Arc<Mutex<History>>,
+    pub(crate) activity: Arc<Activity>,
+    pub(crate) session: Session,
+}
+
+/// The link session clients were last given.
+#[derive(Clone, Default)]
+pub(crate) struct Session(Arc<Mutex<Option<GuestClient>>>);
+
+impl Session {
+    pub(crate) fn note(&self, guest: &GuestClient) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(guest.clone());
+    }
+
+    /// Ends it and every stream in it: they belong to a machine that no longer runs.
+    pub(crate) fn close(&self) {
+        if let Some(guest) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            guest.close();
+        }
+    }
 }
 
 impl Live {
@@ -48,7 +115,9 @@ impl Live {
     pub(crate) fn new(sandbox: Sandbox) -> (Self, watch::Sender<View>, mpsc::Receiver<Verb>) {
         let (inbox, verbs) = mpsc::channel(INBOX);
         let (publish, view) = watch::channel(View { sandbox, machine: None });
-        (Self { inbox, view, history: Arc::default() }, publish, verbs)
+        let live =
+            Self { inbox, view, history: Arc::default(), activity: Activity::new(), session: Session::default() };
+        (live, publish, verbs)
     }
 
     /// Asks the owner. `None`: it has ended without an answer, and the sandbox with it.
@@ -69,6 +138,35 @@ impl Live {
     pub(crate) async fn ended(&self) {
         let mut view = self.view.clone();
         while view.changed().await.is_ok() {}
+    }
+
+    /// Waits until a machine is no longer the one that takes commands.
+    pub(crate) async fn replaced(&self, machine: &Arc<dyn Machine>) {
+        let mut view = self.view.clone();
+        let is_it = |view: &View| view.machine.as_ref().is_some_and(|now| Arc::ptr_eq(now, machine));
+        view.wait_for(|view| !is_it(view)).await.ok();
+    }
+}
+
+impl Verb {
+    /// Answers that this is not the time.
+    pub(crate) fn refuse(self, sandbox: &Sandbox) {
+        self.fail(ServiceError::WrongState { id: sandbox.id.clone(), state: sandbox.state });
+    }
+
+    fn fail(self, error: ServiceError) {
+        // A caller that has gone away needs no answer.
+        match self {
+            Self::Kill { reply, .. } => drop(reply.send(Err(error))),
+            Self::SetLifetime { reply, .. }
+            | Self::Pause { reply, .. }
+            | Self::Resume { reply, .. }
+            | Self::Rollback { reply, .. }
+            | Self::Promote { reply, .. } => drop(reply.send(Err(error))),
+            Self::Machine { reply, .. } => drop(reply.send(Err(error))),
+            Self::Snapshot { reply, .. } => drop(reply.send(Err(error))),
+            Self::HandOver { reply } => drop(reply.send(Err(error))),
+        }
     }
 }
 

@@ -1,36 +1,42 @@
 //! One sandbox's owner: the task that alone changes its state.
 //!
 //! ```text
-//! create --> [make] --ok--> live: inbox, deadline, machine's end --> end --> gone
-//!               |                                                     ^
-//!               +--failed--> record `failed`      adopted ------------+--(deadline passed, killing)
+//! create --> [make] --ok--> running <--> standby / hibernated / stopped ---+--> end --> gone
+//!               |              ^                                           |
+//!               +--failed-->   +--- adopted (at its recorded place)        +--> its machine ended: gone
+//!            record `failed`                                               +--> promoted: gone
 //! ```
 //!
 //! Everybody else reads [`View`] or sends a [`Verb`] and waits. A caller that stops waiting changes
-//! nothing: the verb is carried through here. Later tiers (paused, hibernated) are further states of
-//! [`Owner::live`], with verbs of their own and another machine under the same sandbox.
+//! nothing: the verb is carried through here. A life is a walk from [`Place`] to [`Place`]; each has a
+//! method that serves verbs until the next. Whatever takes long is attended: a kill cuts it short, all other
+//! verbs wait for its outcome.
 
 use std::{collections::VecDeque, panic::AssertUnwindSafe, pin::pin, sync::Arc};
 
 use futures::FutureExt;
-use stockade_engine::Machine;
-use stockade_model::{EndCause, Ending, MachineId, Sandbox, SandboxId, SandboxState};
+use stockade_engine::{Machine, MachineExit};
+use stockade_model::{EndCause, Ending, MachineId, Sandbox, SandboxId, SandboxState, Tier};
 use stockade_store::Inserted;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
-use tracing::{Instrument, error, info, info_span};
+use tracing::{Instrument, error, info, info_span, warn};
 
 use crate::{
     ServiceError,
-    clock::{Deadline, deadline_after},
+    activity::Activity,
+    clock::deadline_after,
     core::{Core, Pauses, Ticket},
     create::{self, Created, Order, Unmade},
     error::{chain, store_error},
-    live::{Live, Reply, Verb, View},
+    live::{Live, Reply, Session, Verb, View},
     pool,
 };
 
-/// Verbs kept while a sandbox is being made.
+/// Verbs kept while a sandbox is busy.
 const WAITING: usize = 64;
 
 pub(crate) struct Owner {
@@ -38,10 +44,43 @@ pub(crate) struct Owner {
     pub(crate) sandbox: Sandbox,
     publish: watch::Sender<View>,
     pub(crate) inbox: mpsc::Receiver<Verb>,
-    waiting: VecDeque<Verb>,
+    pub(crate) waiting: VecDeque<Verb>,
+    pub(crate) activity: Arc<Activity>,
+    pub(crate) session: Session,
+    /// After a pause of our own that failed: not again before this, and how long to wait after the next.
+    pub(crate) not_before: Option<Instant>,
+    pub(crate) pauses: Pauses,
     _registered: Registered,
     _sandbox_ticket: Ticket,
 }
+
+/// Where a sandbox is between two steps of its life.
+pub(crate) enum Place {
+    Running(Arc<dyn Machine>),
+    /// Paused; the halted machine is there.
+    Standby(Arc<dyn Machine>),
+    /// Hibernated or stopped: there is no machine, `sandbox.saved` names the directory.
+    Saved,
+    /// The machine is restored and whole, but not up yet.
+    Resuming(Arc<dyn Machine>),
+    Ending {
+        machine: Option<Arc<dyn Machine>>,
+        ending: Ending,
+        caller: Option<Reply<()>>,
+    },
+    MachineEnded {
+        machine: Arc<dyn Machine>,
+        exit: MachineExit,
+    },
+    /// Its machine is another's now, and its record says so.
+    Taken(Ending),
+}
+
+/// Where a verb led; an error leads somewhere, too.
+pub(crate) type Moved = Result<Place, (Place, ServiceError)>;
+
+/// Who wants the sandbox ended, and why.
+pub(crate) type Killer = (EndCause, Reply<()>);
 
 /// Takes the sandbox out of the registry, also when the owner is cut off.
 struct Registered {
@@ -60,9 +99,20 @@ impl Owner {
         let (live, publish, inbox) = Live::new(sandbox.clone());
         core.registry.insert(sandbox.id.clone(), live.clone());
         let registered = Registered { core: Arc::clone(core), id: sandbox.id.clone() };
-        let waiting = VecDeque::new();
-        let core = Arc::clone(core);
-        (Self { core, sandbox, publish, inbox, waiting, _registered: registered, _sandbox_ticket: ticket }, live)
+        let owner = Self {
+            core: Arc::clone(core),
+            sandbox,
+            publish,
+            inbox,
+            waiting: VecDeque::new(),
+            activity: Arc::clone(&live.activity),
+            session: live.session.clone(),
+            not_before: None,
+            pauses: Pauses::default(),
+            _registered: registered,
+            _sandbox_ticket: ticket,
+        };
+        (owner, live)
     }
 
     /// Makes a new sandbox.
@@ -79,11 +129,14 @@ impl Owner {
         answer
     }
 
-    /// Goes on with a sandbox whose machine was found again.
-    pub(crate) fn spawn_adopted(core: &Arc<Core>, sandbox: Sandbox, machine: Arc<dyn Machine>) -> Live {
+    /// Goes on with a sandbox that was found again.
+    pub(crate) fn spawn_adopted(core: &Arc<Core>, sandbox: Sandbox, place: Place) -> Live {
         let (owner, live) = Self::new(core, sandbox, core.count_adopted());
-        owner.show(Some(Arc::clone(&machine)));
-        owner.spawn(move |owner| owner.live(machine));
+        owner.show(match &place {
+            Place::Running(machine) => Some(Arc::clone(machine)),
+            _ => None,
+        });
+        owner.spawn(move |owner| owner.life(place));
         live
     }
 
@@ -113,7 +166,7 @@ impl Owner {
     ) {
         let core = Arc::clone(&self.core);
         let template = order.template.template.id.clone();
-        let claimed = core.pool.claim(&template);
+        let claimed = if order.source.is_some() { None } else { core.pool.claim(&template) };
         let machine = claimed.as_ref().map_or_else(MachineId::random, |machine| machine.id().clone());
         self.sandbox.machine = Some(machine);
         self.show(None);
@@ -138,11 +191,13 @@ impl Owner {
             Err(unmade) => Err(unmade),
         };
         drop(create_ticket);
+        // A snapshot that was started from is no longer needed.
+        drop(order);
         core.pool.wake();
         match (made, killed) {
             (Ok(machine), None) => {
                 reply.send(Ok(Created::New(Box::new(self.sandbox.clone())))).ok();
-                self.live(machine).await;
+                self.life(Place::Running(machine)).await;
             }
             (made, Some((cause, killer))) => {
                 let ending = self.ending(cause, String::new());
@@ -155,35 +210,46 @@ impl Owner {
         }
     }
 
-    /// Runs the steps to their end while listening for a kill; other verbs wait for the outcome.
     async fn make(
         &mut self,
         order: &Order,
         claimed: Option<Arc<dyn Machine>>,
-    ) -> (Result<Arc<dyn Machine>, Unmade>, Option<(EndCause, Reply<()>)>) {
+    ) -> (Result<Arc<dyn Machine>, Unmade>, Option<Killer>) {
         let cancel = CancellationToken::new();
         let core = Arc::clone(&self.core);
         let mut sandbox = self.sandbox.clone();
-        let mut killed = None;
-        let made = {
-            let mut steps = pin!(create::make(&core, &mut sandbox, &order.template, claimed, &cancel));
-            loop {
-                tokio::select! {
-                    biased;
-                    made = &mut steps => break made,
-                    Some(verb) = self.inbox.recv() => match verb {
-                        Verb::Kill { cause, reply } if killed.is_none() => {
-                            killed = Some((cause, reply));
-                            cancel.cancel();
-                        }
-                        verb if self.waiting.len() < WAITING => self.waiting.push_back(verb),
-                        verb => verb.refuse(&self.sandbox),
-                    },
-                }
-            }
-        };
+        let outcome = self.attend(&cancel, create::make(&core, &mut sandbox, order, claimed, &cancel)).await;
         self.sandbox = sandbox;
-        (made, killed)
+        outcome
+    }
+
+    /// Runs steps to their end while listening for a kill, which cancels them; other verbs wait for the
+    /// outcome.
+    pub(crate) async fn attend<T>(
+        &mut self,
+        cancel: &CancellationToken,
+        steps: impl Future<Output = T>,
+    ) -> (T, Option<Killer>) {
+        let mut killed = None;
+        let mut steps = pin!(steps);
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut steps => return (done, killed),
+                Some(verb) = self.inbox.recv() => match verb {
+                    Verb::Kill { cause, reply } if killed.is_none() => {
+                        killed = Some((cause, reply));
+                        cancel.cancel();
+                    }
+                    verb => self.keep(verb),
+                },
+            }
+        }
+    }
+
+    /// Keeps a verb for later.
+    fn keep(&mut self, verb: Verb) {
+        if self.waiting.len() < WAITING { self.waiting.push_back(verb) } else { verb.refuse(&self.sandbox) }
     }
 
     async fn mark_running(&mut self, order: &Order, machine: Arc<dyn Machine>) -> Result<Arc<dyn Machine>, Unmade> {
@@ -197,6 +263,8 @@ impl Owner {
         self.sandbox.state = SandboxState::Running;
         self.sandbox.started_at = Some(started_at);
         self.sandbox.deadline = deadline;
+        core.meter.enter(&self.sandbox, Some(&machine), 0, started_at);
+        self.activity.touch();
         self.show(Some(Arc::clone(&machine)));
         info!(machine = %machine.id(), template = %self.sandbox.template, "running");
         Ok(machine)
@@ -218,48 +286,88 @@ impl Owner {
         reply.send(Err(error)).ok();
     }
 
-    /// The life of a running sandbox.
-    async fn live(mut self, machine: Arc<dyn Machine>) {
-        let core = Arc::clone(&self.core);
-        let mut deadline = Deadline::at(self.sandbox.deadline, core.clock());
+    /// From place to place until the end.
+    async fn life(mut self, mut place: Place) {
         loop {
-            // The machine's end first: nobody is served from a machine that is gone. Then verbs, so that an
-            // extension that has arrived beats the deadline.
-            let verb = match self.waiting.pop_front() {
-                Some(verb) => verb,
-                None => tokio::select! {
-                    biased;
-                    exit = machine.exited() => return self.machine_ended(machine, exit).await,
-                    Some(verb) = self.inbox.recv() => verb,
-                    () = deadline.passed(core.clock()) => {
-                        let ending = self.ending(EndCause::Expired, String::new());
-                        return self.end(Some(machine), ending, None).await;
-                    }
+            place = match place {
+                Place::Running(machine) => self.running(machine).await,
+                Place::Standby(machine) => self.paused(Some(machine)).await,
+                Place::Saved => self.paused(None).await,
+                Place::Resuming(machine) => match self.bring_back(machine, None).await {
+                    Ok(place) | Err((place, _)) => place,
                 },
+                Place::Ending { machine, ending, caller } => return self.end(machine, ending, caller).await,
+                Place::MachineEnded { machine, exit } => return self.machine_ended(machine, exit).await,
+                Place::Taken(ending) => {
+                    self.core.meter.end(&self.sandbox.id, ending.at);
+                    self.sandbox.state = SandboxState::Gone;
+                    self.sandbox.ending = Some(ending);
+                    self.show(None);
+                    return self.leave();
+                }
             };
-            match verb {
-                Verb::Kill { cause, reply } => {
-                    let ending = self.ending(cause, String::new());
-                    return self.end(Some(machine), ending, Some(reply)).await;
-                }
-                Verb::SetLifetime { lifetime, only_later, reply } => {
-                    let wanted = deadline_after(core.clock().now(), lifetime);
-                    if !only_later || wanted > self.sandbox.deadline {
-                        if let Err(error) = core.store().set_deadline(&self.sandbox.id, wanted).await {
-                            reply.send(Err(store_error(error))).ok();
-                            continue;
-                        }
-                        self.sandbox.deadline = wanted;
-                        deadline = Deadline::at(wanted, core.clock());
-                        self.show(Some(Arc::clone(&machine)));
-                    }
-                    reply.send(Ok(self.sandbox.clone())).ok();
-                }
-                Verb::Machine { reply } => {
-                    reply.send(Ok(Arc::clone(&machine))).ok();
+        }
+    }
+
+    /// The place this sandbox has by its record.
+    pub(crate) fn place(&self, machine: Option<Arc<dyn Machine>>) -> Place {
+        match machine {
+            Some(machine) if self.sandbox.state == SandboxState::Running => Place::Running(machine),
+            Some(machine) => Place::Standby(machine),
+            None => Place::Saved,
+        }
+    }
+
+    pub(crate) fn killed(&self, machine: Option<Arc<dyn Machine>>, (cause, reply): Killer) -> Place {
+        Place::Ending { machine, ending: self.ending(cause, String::new()), caller: Some(reply) }
+    }
+
+    /// Tells the caller where its verb led, and goes there.
+    pub(crate) fn arrive(&self, moved: Moved, reply: Reply<Sandbox>) -> Place {
+        let (place, answer) = match moved {
+            Ok(place @ (Place::Ending { .. } | Place::Taken(_))) => {
+                (place, Err(ServiceError::WrongState { id: self.sandbox.id.clone(), state: SandboxState::Killing }))
+            }
+            Ok(place) => (place, Ok(self.sandbox.clone())),
+            Err((place, error)) => {
+                warn!(error = &error as &dyn std::error::Error, "not done");
+                (place, Err(error))
+            }
+        };
+        reply.send(answer).ok();
+        place
+    }
+
+    /// Writes a changed life, then takes it for the truth.
+    pub(crate) async fn put(&mut self, changed: Sandbox) -> Result<(), ServiceError> {
+        let put = self.core.store().put_life(&changed, self.sandbox.state, self.core.now()).await;
+        put.map_err(store_error)?;
+        if changed.state != self.sandbox.state {
+            info!(state = %changed.state, tier = changed.tier.map(Tier::as_str), "recorded");
+        }
+        self.sandbox = changed;
+        Ok(())
+    }
+
+    /// [`Owner::put`], however long that takes: what it says has happened already.
+    pub(crate) async fn put_for_certain(&mut self, changed: Sandbox) {
+        let mut pauses = Pauses::default();
+        while let Err(error) = self.put(changed.clone()).await {
+            error!(error = &error as &dyn std::error::Error, "state not recorded, trying again");
+            let mut pause = pin!(tokio::time::sleep(pauses.next()));
+            loop {
+                tokio::select! {
+                    () = &mut pause => break,
+                    Some(verb) = self.inbox.recv() => self.keep(verb),
                 }
             }
         }
+    }
+
+    /// Shows it on its way: nobody gets the machine any more.
+    pub(crate) fn show_as(&self, state: SandboxState) {
+        let sandbox = Sandbox { state, ..self.sandbox.clone() };
+        self.publish.send_replace(View { sandbox, machine: None });
     }
 
     pub(crate) fn ending(&self, cause: EndCause, detail: String) -> Ending {
@@ -299,19 +407,6 @@ impl Owner {
     /// Nothing more comes: whoever asks from here on, or has asked, is told by the record.
     pub(crate) fn leave(self) {
         drop(self);
-    }
-}
-
-impl Verb {
-    /// Answers that this is not the time.
-    pub(crate) fn refuse(self, sandbox: &Sandbox) {
-        let error = || ServiceError::WrongState { id: sandbox.id.clone(), state: sandbox.state };
-        // A caller that has gone away needs no answer.
-        match self {
-            Self::Kill { reply, .. } => drop(reply.send(Err(error()))),
-            Self::SetLifetime { reply, .. } => drop(reply.send(Err(error()))),
-            Self::Machine { reply } => drop(reply.send(Err(error()))),
-        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use stockade_model::{IdleRules, LifeRules};
 use stockade_store::Store;
 
 use crate::{CreateSandbox, ServiceError};
@@ -14,7 +15,8 @@ const MOST_PAIRS: usize = 1000;
 /// Why a request makes no sense, if it does not.
 pub(crate) fn check(request: &CreateSandbox, longest: Duration) -> Result<(), ServiceError> {
     check_lifetime(request.lifetime, longest)?;
-    check_pairs("metadata", &request.metadata, METADATA_BYTES)?;
+    check_idle(&request.idle)?;
+    check_labels("metadata", &request.metadata)?;
     check_pairs("env", &request.env, ENV_BYTES)?;
     if let Some(name) = request.env.keys().find(|name| name.contains('=')) {
         return invalid("env", format!("has the name {name:?}: a name cannot contain \"=\""));
@@ -44,6 +46,24 @@ pub(crate) fn check_longest(lifetime: Duration, longest: Duration) -> Result<(),
     Ok(())
 }
 
+/// Labels that can be kept.
+pub(crate) fn check_labels(field: &'static str, labels: &BTreeMap<String, String>) -> Result<(), ServiceError> {
+    check_pairs(field, labels, METADATA_BYTES)
+}
+
+/// Rules that go down in order.
+fn check_idle(idle: &IdleRules) -> Result<(), ServiceError> {
+    let steps = [idle.standby_after, idle.hibernate_after, idle.delete_after];
+    let given: Vec<_> = steps.into_iter().flatten().collect();
+    if given.iter().any(Duration::is_zero) {
+        return invalid("idle", "has a time of zero: leave out what is not wanted".to_owned());
+    }
+    if !given.is_sorted() {
+        return invalid("idle", "must be in order: standby_after, hibernate_after, delete_after".to_owned());
+    }
+    Ok(())
+}
+
 fn check_pairs(field: &'static str, pairs: &BTreeMap<String, String>, most: usize) -> Result<(), ServiceError> {
     if pairs.len() > MOST_PAIRS {
         return invalid(field, format!("has {} entries, the most is {MOST_PAIRS}", pairs.len()));
@@ -67,7 +87,13 @@ fn invalid(field: &'static str, problem: String) -> Result<(), ServiceError> {
 
 /// The same for the same request, whatever key it comes under.
 pub(crate) fn digest(store: &Store, request: &CreateSandbox) -> Vec<u8> {
-    let CreateSandbox { template, lifetime, metadata, env, idempotency_key: _ } = request;
-    let canonical = serde_json::json!([template, lifetime.as_nanos().to_string(), metadata, env]);
+    let CreateSandbox { template, lifetime, metadata, env, on_timeout, auto_resume, idle, idempotency_key: _ } =
+        request;
+    let mut canonical = serde_json::json!([template, lifetime.as_nanos().to_string(), metadata, env]);
+    let rules = LifeRules { on_timeout: *on_timeout, auto_resume: *auto_resume, idle: *idle };
+    // Digests of requests without rules stay those of a server that knew none.
+    if rules != LifeRules::default() {
+        canonical = serde_json::json!([canonical, rules]);
+    }
     store.request_digest(canonical.to_string().as_bytes())
 }

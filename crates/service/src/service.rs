@@ -4,16 +4,20 @@ use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use stockade_engine::{EngineError, EngineInfo, GuestClient, Machine, MachineUsage};
-use stockade_model::{EndCause, Ending, Sandbox, SandboxId, SandboxState, Secret, TemplateState};
-use stockade_store::{Idempotency, IdempotencyRecord, SandboxEvent, SandboxQuery, Store};
+use stockade_model::{
+    EndCause, Ending, LifeRules, Lineage, Sandbox, SandboxId, SandboxState, Secret, TemplateState, Tier,
+};
+use stockade_store::{
+    Idempotency, IdempotencyRecord, SandboxEvent, SandboxQuery, SnapshotRecord, Store, TemplateRecord,
+};
 
 use crate::{
-    CreateSandbox, ListFilter, MetricsSample, Page, Principal, ServiceError,
+    CreateSandbox, ListFilter, MetricsSample, Page, PauseMode, Principal, ServiceError,
     clock::deadline_after,
     core::Core,
     create::{Created, Order},
     error::store_error,
-    live::{Live, Verb},
+    live::{Live, Source, Target, Verb},
     metrics,
     owner::Owner,
     request,
@@ -40,7 +44,7 @@ impl Drop for Handle {
 }
 
 /// A sandbox in the caller's sight.
-enum Found {
+pub(crate) enum Found {
     Live(Live),
     Ended(Box<Sandbox>),
 }
@@ -55,11 +59,7 @@ impl Service {
     pub async fn create(&self, who: &Principal, request: CreateSandbox) -> Result<Sandbox, ServiceError> {
         let core = &self.handle.core;
         request::check(&request, core.config.max_lifetime)?;
-        let template = self.template_record(who, &request.template).await?;
-        if !matches!(template.template.state, TemplateState::Ready | TemplateState::Replaced) {
-            let problem = format!("{:?} is not ready", request.template);
-            return Err(ServiceError::Invalid { field: "template", problem });
-        }
+        let (template, source, from) = self.origin(who, &request.template).await?;
         let digest = request::digest(self.store(), &request);
         let key = request.idempotency_key.clone().map(|key| Idempotency { key, digest: digest.clone() });
         if let Some(key) = &key
@@ -69,8 +69,8 @@ impl Service {
         }
         let tickets = core.admit()?;
         core.engine().check_capacity(&template.template.shape)?;
-        let sandbox = self.first_record(who, &request, &template.template);
-        let order = Order { template, lifetime: request.lifetime, key };
+        let sandbox = self.first_record(who, &request, &template.template, from);
+        let order = Order { template, source, lifetime: request.lifetime, key };
         match Owner::spawn_create(core, sandbox, order, tickets).await {
             Ok(Ok(Created::New(sandbox))) => Ok(*sandbox),
             Ok(Ok(Created::Existing(earlier))) => self.join(who, &earlier, &digest).await,
@@ -79,8 +79,40 @@ impl Service {
         }
     }
 
-    fn first_record(&self, who: &Principal, request: &CreateSandbox, template: &stockade_model::Template) -> Sandbox {
+    /// What to start from: a template, or a snapshot and the template below it. Templates come first by name.
+    async fn origin(
+        &self,
+        who: &Principal,
+        name: &str,
+    ) -> Result<(TemplateRecord, Option<Source>, Option<SnapshotRecord>), ServiceError> {
+        match self.template_record(who, name).await {
+            Ok(template) if matches!(template.template.state, TemplateState::Ready | TemplateState::Replaced) => {
+                Ok((template, None, None))
+            }
+            Ok(_) => Err(ServiceError::Invalid { field: "template", problem: format!("{name:?} is not ready") }),
+            Err(unknown @ ServiceError::TemplateNotFound { .. }) => {
+                let (snapshot, source) = match self.source(who, name).await {
+                    Err(ServiceError::SnapshotNotFound { .. }) => return Err(unknown),
+                    found => found?,
+                };
+                let template = self.template_record(who, snapshot.snapshot.template.as_str()).await?;
+                Ok((template, Some(source), Some(snapshot)))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn first_record(
+        &self,
+        who: &Principal,
+        request: &CreateSandbox,
+        template: &stockade_model::Template,
+        from: Option<SnapshotRecord>,
+    ) -> Sandbox {
         let id = SandboxId::random();
+        let lineage = Lineage { snapshot: from.as_ref().map(|from| from.snapshot.id.clone()), ..Lineage::default() };
+        let mut env = from.map(|from| from.env).unwrap_or_default();
+        env.extend(request.env.clone());
         Sandbox {
             access_token: self.store().access_token(&id),
             workspace: who.workspace.clone(),
@@ -90,10 +122,17 @@ impl Service {
             shape: template.shape,
             machine: None,
             metadata: request.metadata.clone(),
-            env: request.env.clone(),
+            env,
             created_at: self.handle.core.now(),
             started_at: None,
             deadline: deadline_after(self.handle.core.clock().now(), request.lifetime),
+            lifetime: request.lifetime,
+            remaining: None,
+            tier: None,
+            saved: None,
+            idle_since: None,
+            rules: LifeRules { on_timeout: request.on_timeout, auto_resume: request.auto_resume, idle: request.idle },
+            lineage,
             ending: None,
             id,
         }
@@ -155,7 +194,7 @@ impl Service {
         self.end(who, id, EndCause::Killed { key: who.key.clone() }).await
     }
 
-    async fn end(&self, who: &Principal, id: &SandboxId, cause: EndCause) -> Result<(), ServiceError> {
+    pub(crate) async fn end(&self, who: &Principal, id: &SandboxId, cause: EndCause) -> Result<(), ServiceError> {
         let Found::Live(live) = self.find(who, id).await? else { return Err(not_found(id)) };
         match live.ask(|reply| Verb::Kill { cause, reply }).await {
             Some(answer) => answer,
@@ -187,7 +226,43 @@ impl Service {
         self.ask(who, id, |reply| Verb::SetLifetime { lifetime, only_later: true, reply }).await
     }
 
-    /// The guest of a running sandbox, for commands and files.
+    /// Halts a running sandbox and keeps it: its memory too, in the tier asked for, or its disk alone. Also
+    /// takes one in standby further down. Returns when what is kept is durable.
+    pub async fn pause(&self, who: &Principal, id: &SandboxId, mode: PauseMode) -> Result<Sandbox, ServiceError> {
+        let target = match mode {
+            PauseMode { memory: false, .. } => Target::Stopped,
+            PauseMode { tier: Tier::Standby, .. } => Target::Standby,
+            PauseMode { tier: Tier::Hibernated, .. } => Target::Hibernated,
+        };
+        self.ask(who, id, |reply| Verb::Pause { target, reply }).await
+    }
+
+    /// Brings a paused or stopped sandbox back; returns when it takes commands. Its lifetime from then: as given
+    /// here, else what was left of it. One that runs is at most extended.
+    pub async fn resume(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        lifetime: Option<Duration>,
+    ) -> Result<Sandbox, ServiceError> {
+        if let Some(lifetime) = lifetime {
+            request::check_lifetime(lifetime, self.handle.core.config.max_lifetime)?;
+        }
+        self.ask(who, id, |reply| Verb::Resume { lifetime, reply }).await
+    }
+
+    /// Shuts a sandbox down and keeps its disk.
+    pub async fn stop(&self, who: &Principal, id: &SandboxId) -> Result<Sandbox, ServiceError> {
+        self.pause(who, id, PauseMode { memory: false, tier: Tier::Hibernated }).await
+    }
+
+    /// Boots a stopped sandbox from its disk.
+    pub async fn start_again(&self, who: &Principal, id: &SandboxId) -> Result<Sandbox, ServiceError> {
+        self.resume(who, id, None).await
+    }
+
+    /// The guest of a sandbox, for commands and files. One that is paused is brought back if its rules say so,
+    /// and this waits for it. While the client, or a stream opened with it, is there, the sandbox is in use.
     pub async fn guest(&self, who: &Principal, id: &SandboxId) -> Result<GuestClient, ServiceError> {
         match self.find(who, id).await? {
             Found::Live(live) => self.guest_of(id, &live).await,
@@ -215,28 +290,44 @@ impl Service {
     }
 
     async fn guest_of(&self, id: &SandboxId, live: &Live) -> Result<GuestClient, ServiceError> {
-        let machine = self.machine_of(id, live).await?;
-        match machine.guest().await {
-            Ok(guest) => Ok(guest),
-            Err(error @ EngineError::Gone { .. }) => {
-                // Its owner is about to record why: that is the better answer.
-                tokio::time::timeout(WAIT_FOR_END, live.ended()).await.ok();
-                match self.store().sandbox_of_any_workspace(id).await.map_err(store_error)? {
-                    Some(sandbox) if sandbox.state.is_final() => Err(ended(sandbox)),
-                    _ => Err(error.into()),
+        // Before the machine is looked up: a sandbox that is about to go down by its own rules sees us.
+        let hold = live.activity.begin();
+        loop {
+            let machine = self.machine_of(id, live, true).await?;
+            let guest = tokio::select! {
+                guest = machine.guest() => guest,
+                // It has gone down meanwhile; nothing was asked of the guest yet.
+                () = live.replaced(&machine) => continue,
+            };
+            match guest {
+                Ok(guest) => {
+                    live.session.note(&guest);
+                    return Ok(guest.holding(hold));
                 }
+                Err(error @ EngineError::Gone { .. }) => {
+                    // Its owner is about to record why: that is the better answer.
+                    tokio::select! {
+                        () = live.ended() => {}
+                        () = live.replaced(&machine) => {}
+                        () = tokio::time::sleep(WAIT_FOR_END) => {}
+                    }
+                    return match self.store().sandbox_of_any_workspace(id).await.map_err(store_error)? {
+                        Some(sandbox) if sandbox.state.is_final() => Err(ended(sandbox)),
+                        _ => Err(error.into()),
+                    };
+                }
+                Err(error) => return Err(error.into()),
             }
-            Err(error) => Err(error.into()),
         }
     }
 
     /// The machine, straight from the view while it runs; by way of the owner otherwise.
-    async fn machine_of(&self, id: &SandboxId, live: &Live) -> Result<Arc<dyn Machine>, ServiceError> {
+    async fn machine_of(&self, id: &SandboxId, live: &Live, wake: bool) -> Result<Arc<dyn Machine>, ServiceError> {
         let machine = live.view.borrow().machine.clone();
         if let Some(machine) = machine {
             return Ok(machine);
         }
-        match live.ask(|reply| Verb::Machine { reply }).await {
+        match live.ask(|reply| Verb::Machine { wake, reply }).await {
             Some(answer) => answer,
             None => match self.store().sandbox_of_any_workspace(id).await.map_err(store_error)? {
                 Some(sandbox) => Err(ended(sandbox)),
@@ -259,7 +350,7 @@ impl Service {
     /// What a sandbox holds on the host, read now.
     pub async fn usage(&self, who: &Principal, id: &SandboxId) -> Result<MachineUsage, ServiceError> {
         match self.find(who, id).await? {
-            Found::Live(live) => Ok(self.machine_of(id, &live).await?.usage()?),
+            Found::Live(live) => Ok(self.machine_of(id, &live, false).await?.usage()?),
             Found::Ended(sandbox) => Err(ended(*sandbox)),
         }
     }
@@ -292,7 +383,7 @@ impl Service {
         self.handle.core.store()
     }
 
-    async fn ask<T>(
+    pub(crate) async fn ask<T>(
         &self,
         who: &Principal,
         id: &SandboxId,
@@ -313,7 +404,7 @@ impl Service {
 
     /// Finds a sandbox, always by way of the record: for a stranger's id and an unknown one the work and the
     /// answer are the same.
-    async fn find(&self, who: &Principal, id: &SandboxId) -> Result<Found, ServiceError> {
+    pub(crate) async fn find(&self, who: &Principal, id: &SandboxId) -> Result<Found, ServiceError> {
         let live = self.handle.core.registry.get(id);
         if let Some(live) = live.filter(|live| live.view.borrow().sandbox.workspace == who.workspace) {
             return Ok(Found::Live(live));
@@ -327,7 +418,7 @@ impl Service {
         live.map(Found::Live).ok_or(ServiceError::WrongState { id: id.clone(), state: sandbox.state })
     }
 
-    fn cut_off(&self, what: &str) -> ServiceError {
+    pub(crate) fn cut_off(&self, what: &str) -> ServiceError {
         let what = format!("the {what} was cut off because the server is shutting down");
         ServiceError::Busy { what, retry_after: Duration::from_secs(1) }
     }
@@ -337,7 +428,7 @@ fn not_found(id: &SandboxId) -> ServiceError {
     ServiceError::SandboxNotFound { id: id.to_string() }
 }
 
-fn ended(sandbox: Sandbox) -> ServiceError {
+pub(crate) fn ended(sandbox: Sandbox) -> ServiceError {
     match sandbox.ending {
         Some(ending) => ServiceError::SandboxEnded { id: sandbox.id, ending: Box::new(ending) },
         None => ServiceError::WrongState { id: sandbox.id, state: sandbox.state },

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use tracing::{info, warn};
 
 use crate::{
-    Service, ServiceConfig, ServiceError, adopt, core::Core, janitor, metrics, pool, service::Handle, templates,
+    Service, ServiceConfig, ServiceError, adopt, core::Core, janitor, meter, metrics, pool, service::Handle, templates,
 };
 
 /// How long a shutdown waits for creates that are under way.
@@ -21,6 +21,7 @@ impl Service {
         let core = Arc::new(Core::new(config));
         // Made before anything is adopted: if this fails half-way, the owner tasks end with it.
         let service = Self { handle: Arc::new(Handle { core: Arc::clone(&core) }) };
+        core.dirs.prepare().await?;
         adopt::adopt_all(&core).await?;
         templates::fill_pool(&core).await?;
         if core.config.pool_size > 0 {
@@ -29,6 +30,10 @@ impl Service {
         if !core.config.metrics_period.is_zero() {
             core.spawn(metrics::sample_all(Arc::clone(&core), core.config.metrics_period));
         }
+        if !core.config.meter_period.is_zero() {
+            core.spawn(meter::run(Arc::clone(&core), core.config.meter_period));
+        }
+        core.spawn(janitor::expire_snapshots(Arc::clone(&core)));
         core.spawn(janitor::sweep_records(Arc::clone(&core)));
         info!("serving");
         Ok(service)
@@ -57,6 +62,9 @@ impl Service {
         let restores = core.restores.acquire_many(all);
         if tokio::time::timeout(WAIT_FOR_CREATES, restores).await.is_err() {
             warn!("a restore under way is cut off; the next start cleans up");
+        }
+        if let Err(error) = core.meter.flush(core).await {
+            warn!(error = &error as &dyn std::error::Error, "last usage not written");
         }
         self.cut().await;
     }

@@ -21,7 +21,9 @@ mod open;
 mod rows;
 mod sandboxes;
 mod seal;
+mod snapshots;
 mod templates;
+mod usage;
 
 pub use error::StoreError;
 pub use idempotency::{Idempotency, IdempotencyRecord};
@@ -30,4 +32,6 @@ pub use list::{SandboxPage, SandboxQuery};
 pub use open::Store;
 pub use sandboxes::{Inserted, SandboxEvent};
 pub use seal::SecretFile;
+pub use snapshots::{SnapshotPage, SnapshotQuery, SnapshotRecord};
 pub use templates::TemplateRecord;
+pub use usage::{Metered, UsageQuery, UsageRow};

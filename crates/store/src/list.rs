@@ -98,11 +98,11 @@ fn select<'q>(workspace: &'q WorkspaceId, query: &'q SandboxQuery) -> Result<Que
     Ok(sql)
 }
 
-fn order_letter(ascending: bool) -> char {
+pub(crate) fn order_letter(ascending: bool) -> char {
     if ascending { 'a' } else { 'd' }
 }
 
-fn parse_cursor(cursor: &str, ascending: bool) -> Option<i64> {
+pub(crate) fn parse_cursor(cursor: &str, ascending: bool) -> Option<i64> {
     let digits = cursor.strip_prefix(order_letter(ascending))?;
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;

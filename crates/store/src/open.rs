@@ -1,4 +1,8 @@
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use jiff::Timestamp;
 use sqlx::{
@@ -26,6 +30,7 @@ pub struct Store {
     pub(crate) write: SqlitePool,
     pub(crate) read: SqlitePool,
     pub(crate) secret: Arc<SecretFile>,
+    directory: Arc<Path>,
 }
 
 impl Store {
@@ -47,9 +52,15 @@ impl Store {
         migrate(&write, database).await?;
         let readers = options.create_if_missing(false).read_only(true);
         let read = SqlitePoolOptions::new().max_connections(READERS).connect_with(readers).await.map_err(fail)?;
-        let store = Self { write, read, secret: Arc::new(secret) };
+        let directory = database.parent().map(Path::to_owned).unwrap_or_default();
+        let store = Self { write, read, secret: Arc::new(secret), directory: directory.into() };
         store.check_secret().await?;
         Ok(store)
+    }
+
+    /// The directory the database is in: the data directory.
+    pub fn directory(&self) -> PathBuf {
+        self.directory.to_path_buf()
     }
 
     /// Ends all connections; what was acknowledged is on the disk already.

@@ -1,10 +1,10 @@
 //! From columns to types and back.
 
-use std::{collections::BTreeMap, fmt::Display, str::FromStr};
+use std::{collections::BTreeMap, fmt::Display, str::FromStr, time::Duration};
 
 use jiff::Timestamp;
 use sqlx::{Decode, Row, Sqlite, Type, sqlite::SqliteRow};
-use stockade_model::{Ending, MachineShape, Sandbox, SandboxState};
+use stockade_model::{Ending, MachineShape, Sandbox, SandboxId, SandboxState, Tier};
 
 use crate::{SecretFile, StoreError};
 
@@ -38,6 +38,34 @@ where
     text.parse().map_err(|error: T::Err| StoreError::damaged(column, error))
 }
 
+/// An id that may be missing.
+pub(crate) fn optional_id<T>(row: &SqliteRow, column: &str) -> Result<Option<T>, StoreError>
+where
+    T: FromStr<Err: Display>,
+{
+    let text: Option<&str> = get(row, column)?;
+    text.map(str::parse).transpose().map_err(|error: T::Err| StoreError::damaged(column, error))
+}
+
+/// A tier that may be missing.
+pub(crate) fn tier(row: &SqliteRow) -> Result<Option<Tier>, StoreError> {
+    let Some(word) = get::<Option<&str>>(row, "tier")? else { return Ok(None) };
+    let tier = Tier::ALL.into_iter().find(|tier| tier.as_str() == word);
+    tier.map(Some).ok_or_else(|| StoreError::damaged("tier", word))
+}
+
+/// A length of time that may be missing.
+fn optional_millis(row: &SqliteRow, column: &str) -> Result<Option<Duration>, StoreError> {
+    let ms: Option<i64> = get(row, column)?;
+    let read = |ms| u64::try_from(ms).map(Duration::from_millis).map_err(|error| StoreError::damaged(column, error));
+    ms.map(read).transpose()
+}
+
+/// A length of time in whole milliseconds, rounded up.
+pub(crate) fn duration_millis(time: Duration) -> i64 {
+    i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX)
+}
+
 pub(crate) fn json<T: serde::de::DeserializeOwned>(text: &[u8], column: &str) -> Result<T, StoreError> {
     serde_json::from_slice(text).map_err(|error| StoreError::damaged(column, error))
 }
@@ -66,12 +94,12 @@ pub(crate) fn signed(number: u64) -> i64 {
 
 /// A sandbox and, while it is `killing`, the ending it will have.
 pub(crate) fn sandbox(row: &SqliteRow, secret: &SecretFile) -> Result<(Sandbox, Option<Ending>), StoreError> {
-    let sandbox_id = id(row, "id")?;
+    let sandbox_id: SandboxId = id(row, "id")?;
     let state: SandboxState = id(row, "state")?;
-    let env = secret.open(&sandbox_id, get(row, "env")?)?;
+    let env = secret.open(sandbox_id.as_str(), get(row, "env")?)?;
     let env: BTreeMap<String, String> = json(&env, "env")?;
-    let machine: Option<&str> = get(row, "machine")?;
     let started: Option<i64> = get(row, "started_ms")?;
+    let idle_since: Option<i64> = get(row, "idle_since_ms")?;
     let ending: Option<&str> = get(row, "ending")?;
     let ending: Option<Ending> = ending.map(|text| json(text.as_bytes(), "ending")).transpose()?;
     let (ending, intended) = if state.is_final() { (ending, None) } else { (None, ending) };
@@ -81,13 +109,20 @@ pub(crate) fn sandbox(row: &SqliteRow, secret: &SecretFile) -> Result<(Sandbox, 
         template_name: get(row, "template_name")?,
         state,
         shape: shape(row)?,
-        machine: machine.map(str::parse).transpose().map_err(|error| StoreError::damaged("machine", error))?,
+        machine: optional_id(row, "machine")?,
         metadata: json(get::<&str>(row, "metadata")?.as_bytes(), "metadata")?,
         env,
         access_token: secret.access_token(&sandbox_id),
         created_at: instant(get(row, "created_ms")?, "created_ms")?,
         started_at: started.map(|ms| instant(ms, "started_ms")).transpose()?,
         deadline: instant(get(row, "deadline_ms")?, "deadline_ms")?,
+        lifetime: Duration::from_millis(number(row, "lifetime_ms")?),
+        remaining: optional_millis(row, "remaining_ms")?,
+        tier: tier(row)?,
+        saved: optional_id(row, "saved")?,
+        idle_since: idle_since.map(|ms| instant(ms, "idle_since_ms")).transpose()?,
+        rules: json(get::<&str>(row, "rules")?.as_bytes(), "rules")?,
+        lineage: json(get::<&str>(row, "lineage")?.as_bytes(), "lineage")?,
         ending,
         id: sandbox_id,
     };

@@ -3,12 +3,12 @@
 
 use jiff::Timestamp;
 use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
-use stockade_model::{Ending, MachineId, Sandbox, SandboxId, SandboxState, WorkspaceId};
+use stockade_model::{Ending, MachineId, Sandbox, SandboxId, SandboxState, SnapshotId, Tier, WorkspaceId};
 
 use crate::{
     Idempotency, Store, StoreError, idempotency,
     open::BEGIN,
-    rows::{self, get, id, instant, json, millis, millis_rounded_up, signed, to_json},
+    rows::{self, duration_millis, get, id, instant, json, millis, millis_rounded_up, signed, to_json},
 };
 
 /// What became of [`Store::insert_sandbox`].
@@ -27,6 +27,8 @@ pub struct SandboxEvent {
     pub at: Timestamp,
     /// To what.
     pub state: SandboxState,
+    /// The tier it is in, or on its way to or from.
+    pub tier: Option<Tier>,
     /// Why, where it is an end.
     pub ending: Option<Ending>,
 }
@@ -69,8 +71,8 @@ impl Store {
     async fn insert_row(&self, connection: &mut SqliteConnection, sandbox: &Sandbox) -> sqlx::Result<i64> {
         sqlx::query(
             "INSERT INTO sandboxes (id, workspace, template, template_name, state, vcpus, memory_mib, disk_mib, machine,
-                 metadata, env, created_ms, deadline_ms)
-             VALUES (?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?, ?)",
+                 metadata, env, created_ms, deadline_ms, lifetime_ms, rules, lineage)
+             VALUES (?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         )
         .bind(sandbox.id.as_str())
         .bind(sandbox.workspace.as_str())
@@ -81,9 +83,12 @@ impl Store {
         .bind(signed(sandbox.shape.disk_mib))
         .bind(sandbox.machine.as_ref().map(MachineId::as_str))
         .bind(to_json(&sandbox.metadata))
-        .bind(self.secret.seal(&sandbox.id, to_json(&sandbox.env).as_bytes()))
+        .bind(self.secret.seal(sandbox.id.as_str(), to_json(&sandbox.env).as_bytes()))
         .bind(millis(sandbox.created_at))
         .bind(millis_rounded_up(sandbox.deadline))
+        .bind(duration_millis(sandbox.lifetime))
+        .bind(to_json(&sandbox.rules))
+        .bind(to_json(&sandbox.lineage))
         .execute(connection)
         .await
         .map(|done| done.last_insert_rowid())
@@ -173,18 +178,46 @@ impl Store {
         tx.commit().await.map_err(fail())
     }
 
-    /// Moves the deadline of a running sandbox. For its owner task.
+    /// Writes what changes in the life of a sandbox that has run (its state, machine, times, where it is
+    /// kept, where it comes from), if it still is in the state `from`. For its owner task.
     ///
     /// # Errors
-    /// It is not running, or the database fails.
-    pub async fn set_deadline(&self, id: &SandboxId, deadline: Timestamp) -> Result<(), StoreError> {
-        let done = sqlx::query("UPDATE sandboxes SET deadline_ms = ? WHERE id = ? AND state = 'running'")
-            .bind(millis_rounded_up(deadline))
-            .bind(id.as_str())
-            .execute(&self.write)
-            .await
-            .map_err(StoreError::database("move a deadline"))?;
-        changed(done.rows_affected(), id, SandboxState::Running)
+    /// It is in another state, or the database fails.
+    pub async fn put_life(&self, sandbox: &Sandbox, from: SandboxState, at: Timestamp) -> Result<(), StoreError> {
+        let fail = || StoreError::database("write a sandbox's state");
+        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
+        put_life(&mut tx, sandbox, from, at).await?;
+        tx.commit().await.map_err(fail())
+    }
+
+    /// In one transaction: `sandbox` is written as by [`Store::put_life`], and the machine it has now is no
+    /// longer `child`'s, which has ended. For the owner of `sandbox`.
+    ///
+    /// # Errors
+    /// One of them is in another state, or the database fails; nothing is written then.
+    pub async fn promote(
+        &self,
+        sandbox: &Sandbox,
+        from: SandboxState,
+        child: &SandboxId,
+        ending: &Ending,
+    ) -> Result<(), StoreError> {
+        let fail = || StoreError::database("give a sandbox's machine to another");
+        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
+        put_life(&mut tx, sandbox, from, ending.at).await?;
+        let done = sqlx::query(
+            "UPDATE sandboxes SET state = 'gone', machine = NULL, ending = ?, ended_ms = ?
+             WHERE id = ? AND state = 'paused'",
+        )
+        .bind(to_json(ending))
+        .bind(millis(ending.at))
+        .bind(child.as_str())
+        .execute(&mut *tx)
+        .await
+        .map_err(fail())?;
+        changed(done.rows_affected(), child, SandboxState::Paused)?;
+        event(&mut tx, child, ending.at, SandboxState::Gone, Some(ending)).await.map_err(fail())?;
+        tx.commit().await.map_err(fail())
     }
 
     /// Any living state → `killing`, and what the ending will have been. Repeatable: the first ending
@@ -254,7 +287,7 @@ impl Store {
     /// The database fails.
     pub async fn events(&self, workspace: &WorkspaceId, id: &SandboxId) -> Result<Vec<SandboxEvent>, StoreError> {
         sqlx::query(
-            "SELECT e.at_ms, e.state, e.ending FROM sandbox_events e JOIN sandboxes s ON s.sequence = e.sandbox
+            "SELECT e.at_ms, e.state, e.tier, e.ending FROM sandbox_events e JOIN sandboxes s ON s.sequence = e.sandbox
              WHERE s.id = ? AND s.workspace = ? ORDER BY e.sequence",
         )
         .bind(id.as_str())
@@ -278,6 +311,47 @@ impl Store {
             .await;
         done.map(|done| done.rows_affected()).map_err(StoreError::database("purge ended sandboxes"))
     }
+}
+
+async fn put_life(
+    connection: &mut SqliteConnection,
+    sandbox: &Sandbox,
+    from: SandboxState,
+    at: Timestamp,
+) -> Result<(), StoreError> {
+    let fail = || StoreError::database("write a sandbox's state");
+    let done = sqlx::query(
+        "UPDATE sandboxes SET state = ?, machine = ?, deadline_ms = ?, lifetime_ms = ?, remaining_ms = ?, tier = ?,
+             saved = ?, idle_since_ms = ?, lineage = ? WHERE id = ? AND state = ?",
+    )
+    .bind(sandbox.state.as_str())
+    .bind(sandbox.machine.as_ref().map(MachineId::as_str))
+    .bind(millis_rounded_up(sandbox.deadline))
+    .bind(duration_millis(sandbox.lifetime))
+    .bind(sandbox.remaining.map(duration_millis))
+    .bind(sandbox.tier.map(Tier::as_str))
+    .bind(sandbox.saved.as_ref().map(SnapshotId::as_str))
+    .bind(sandbox.idle_since.map(millis))
+    .bind(to_json(&sandbox.lineage))
+    .bind(sandbox.id.as_str())
+    .bind(from.as_str())
+    .execute(&mut *connection)
+    .await
+    .map_err(fail())?;
+    changed(done.rows_affected(), &sandbox.id, from)?;
+    if sandbox.state != from {
+        let told = "INSERT INTO sandbox_events (sandbox, at_ms, state, tier)
+                    SELECT sequence, ?, ?, ? FROM sandboxes WHERE id = ?";
+        sqlx::query(told)
+            .bind(millis(at))
+            .bind(sandbox.state.as_str())
+            .bind(sandbox.tier.map(Tier::as_str))
+            .bind(sandbox.id.as_str())
+            .execute(connection)
+            .await
+            .map_err(fail())?;
+    }
+    Ok(())
 }
 
 async fn event(
@@ -305,6 +379,7 @@ fn read_event(row: &SqliteRow) -> Result<SandboxEvent, StoreError> {
     Ok(SandboxEvent {
         at: instant(get(row, "at_ms")?, "at_ms")?,
         state: id(row, "state")?,
+        tier: rows::tier(row)?,
         ending: ending.map(|text| json(text.as_bytes(), "ending")).transpose()?,
     })
 }

@@ -8,7 +8,7 @@
 //!   --HMAC("seal")---------> ChaCha20-Poly1305 key; sealed = 12 bytes nonce, ciphertext, 16 bytes tag
 //! ```
 //!
-//! The sandbox id is associated data of what is sealed: a sealed value moved to another row does not open.
+//! The sandbox's or snapshot's id is associated data of what is sealed: a sealed value moved to another row does not open.
 
 use std::{
     fs::{File, OpenOptions},
@@ -74,27 +74,22 @@ impl SecretFile {
         context.sign().as_ref().to_vec()
     }
 
-    pub(crate) fn seal(&self, id: &SandboxId, plain: &[u8]) -> Vec<u8> {
+    pub(crate) fn seal(&self, id: &str, plain: &[u8]) -> Vec<u8> {
         let mut nonce = [0; NONCE_LEN];
         self.random.fill(&mut nonce).expect("the kernel's random generator works once it is seeded");
         let mut sealed = plain.to_vec();
         self.seal
-            .seal_in_place_append_tag(
-                Nonce::assume_unique_for_key(nonce),
-                Aad::from(id.as_str().as_bytes()),
-                &mut sealed,
-            )
+            .seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::from(id.as_bytes()), &mut sealed)
             .expect("an environment is far under the cipher's limit of 256 GiB");
         [&nonce[..], &sealed].concat()
     }
 
-    pub(crate) fn open(&self, id: &SandboxId, sealed: &[u8]) -> Result<Zeroizing<Vec<u8>>, StoreError> {
+    pub(crate) fn open(&self, id: &str, sealed: &[u8]) -> Result<Zeroizing<Vec<u8>>, StoreError> {
         let damaged = || StoreError::damaged(format!("environment of {id}"), "it does not open with the secret file");
         let (nonce, sealed) = sealed.split_at_checked(NONCE_LEN).ok_or_else(damaged)?;
         let nonce = Nonce::try_assume_unique_for_key(nonce).map_err(|_| damaged())?;
         let mut plain = Zeroizing::new(sealed.to_vec());
-        let length =
-            self.seal.open_in_place(nonce, Aad::from(id.as_str().as_bytes()), &mut plain).map_err(|_| damaged())?.len();
+        let length = self.seal.open_in_place(nonce, Aad::from(id.as_bytes()), &mut plain).map_err(|_| damaged())?.len();
         plain.truncate(length);
         Ok(plain)
     }
@@ -148,12 +143,12 @@ mod tests {
         let path = dir.path().join("secret");
         let (mine, other) = (SandboxId::random(), SandboxId::random());
         let first = SecretFile::open_or_create(&path).expect("created");
-        let sealed = first.seal(&mine, b"TOKEN=abc");
+        let sealed = first.seal(mine.as_str(), b"TOKEN=abc");
         assert!(!sealed.windows(3).any(|window| window == b"abc"));
         let again = SecretFile::open_or_create(&path).expect("read back");
-        assert_eq!(&**again.open(&mine, &sealed).expect("opens"), b"TOKEN=abc");
-        assert!(again.open(&other, &sealed).is_err());
-        assert!(again.open(&mine, &sealed[..5]).is_err());
+        assert_eq!(&**again.open(mine.as_str(), &sealed).expect("opens"), b"TOKEN=abc");
+        assert!(again.open(other.as_str(), &sealed).is_err());
+        assert!(again.open(mine.as_str(), &sealed[..5]).is_err());
         assert!(again.access_token(&mine).matches(first.access_token(&mine).expose()));
         assert!(!again.access_token(&other).matches(first.access_token(&mine).expose()));
         let mode = std::fs::metadata(&path).expect("there").permissions().mode();

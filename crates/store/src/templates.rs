@@ -119,13 +119,28 @@ impl Store {
             .collect()
     }
 
-    /// Forgets a template whose files are gone; for the server's own use.
+    /// Forgets a template, before its files are removed; for the server's own use. False: snapshots or
+    /// living sandboxes need it, it stays.
     ///
     /// # Errors
     /// The database fails.
-    pub async fn remove_template(&self, id: &TemplateId) -> Result<(), StoreError> {
-        let done = sqlx::query("DELETE FROM templates WHERE id = ?").bind(id.as_str()).execute(&self.write).await;
-        done.map(drop).map_err(StoreError::database("remove a template"))
+    pub async fn remove_template(&self, id: &TemplateId) -> Result<bool, StoreError> {
+        let done = sqlx::query(
+            "DELETE FROM templates WHERE id = ?1
+                 AND NOT EXISTS (SELECT 1 FROM snapshots WHERE template = ?1)
+                 AND NOT EXISTS (SELECT 1 FROM sandboxes WHERE template = ?1 AND state NOT IN ('failed', 'gone'))",
+        );
+        let done =
+            done.bind(id.as_str()).execute(&self.write).await.map_err(StoreError::database("remove a template"))?;
+        if done.rows_affected() > 0 {
+            return Ok(true);
+        }
+        let there: Option<i64> = sqlx::query_scalar("SELECT 1 FROM templates WHERE id = ?")
+            .bind(id.as_str())
+            .fetch_optional(&self.write)
+            .await
+            .map_err(StoreError::database("look for a template"))?;
+        Ok(there.is_none())
     }
 }
 

@@ -8,8 +8,8 @@ use proptest::{
     test_runner::{Config, TestRunner},
 };
 use stockade_model::{
-    EndCause, Ending, MachineId, MachineShape, Sandbox, SandboxId, SandboxState, Template, TemplateId, TemplateState,
-    WorkspaceId,
+    EndCause, Ending, LifeRules, Lineage, MachineId, MachineShape, Sandbox, SandboxId, SandboxState, Template,
+    TemplateId, TemplateState, WorkspaceId,
 };
 use stockade_store::{Idempotency, Inserted, SandboxQuery, SecretFile, Store, StoreError, TemplateRecord};
 
@@ -34,6 +34,13 @@ fn sandbox(store: &Store, workspace: &WorkspaceId, label: u8) -> Sandbox {
         created_at: now,
         started_at: None,
         deadline: now + Duration::from_secs(300),
+        lifetime: Duration::from_secs(300),
+        remaining: None,
+        tier: None,
+        saved: None,
+        idle_since: None,
+        rules: LifeRules::default(),
+        lineage: Lineage::default(),
         ending: None,
     }
 }
@@ -126,10 +133,11 @@ impl World {
                 let Some(nth) = self.nth(nth) else { return };
                 let (sandbox, _) = &mut self.sandboxes[nth];
                 let deadline = sandbox.created_at + Duration::from_secs(seconds.into());
-                let done = self.store.set_deadline(&sandbox.id, deadline).await;
+                let changed = Sandbox { deadline, ..sandbox.clone() };
+                let done = self.store.put_life(&changed, SandboxState::Running, sandbox.created_at).await;
                 assert_eq!(done.is_ok(), sandbox.state == SandboxState::Running);
                 if done.is_ok() {
-                    sandbox.deadline = deadline;
+                    *sandbox = changed;
                 }
             }
             Action::BeginEnd(nth, expired) => {

@@ -176,6 +176,7 @@ async fn create(
         metadata: request.metadata,
         env: request.env,
         idempotency_key: idempotency_key(&headers)?,
+        ..CreateSandbox::default()
     };
     let sandbox = state.service.create(&caller.0, create).await?;
     Ok((StatusCode::CREATED, axum::Json(sandbox.into())))

@@ -4,7 +4,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -33,6 +33,7 @@ pub(super) struct Process {
     pub(super) id: MachineId,
     pub(super) agent: Agent,
     pub(super) is_running: AtomicBool,
+    pub(super) cpu_micros: AtomicU64,
     exit: watch::Sender<Option<MachineExit>>,
 }
 
@@ -109,6 +110,18 @@ impl FakeHost {
         }
     }
 
+    /// Lets a machine have used more processor time.
+    pub fn use_cpu(&self, machine: &MachineId, micros: u64) {
+        if let Some(process) = self.process(machine) {
+            process.cpu_micros.fetch_add(micros, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether a machine's processors run.
+    pub fn is_running(&self, machine: &MachineId) -> bool {
+        self.process(machine).is_some_and(|process| process.is_running.load(Ordering::SeqCst))
+    }
+
     /// Whether the host takes no more machines.
     pub fn set_full(&self, full: bool) {
         self.0.full.store(full, Ordering::SeqCst);
@@ -133,6 +146,7 @@ impl FakeHost {
             id: machine.clone(),
             agent: Agent::hosted(dir),
             is_running: AtomicBool::new(false),
+            cpu_micros: AtomicU64::new(0),
             exit: watch::Sender::new(None),
         });
         self.lock().insert(machine.clone(), Arc::clone(&process));

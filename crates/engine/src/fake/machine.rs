@@ -1,4 +1,5 @@
 use std::{
+    path::Path,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -11,8 +12,9 @@ use super::{
     host::{FakeHost, Process},
     link::Wire,
     script::{Moment, Step},
+    snapshot,
 };
-use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage};
+use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage, SnapshotReport, SnapshotScope};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -86,6 +88,21 @@ impl Machine for FakeMachine {
         self.host.script().pass(Step::Pause, Moment::After).await
     }
 
+    async fn snapshot(&self, directory: &Path, scope: SnapshotScope) -> Result<SnapshotReport, EngineError> {
+        self.check_alive()?;
+        self.host.script().pass(Step::Snapshot, Moment::Before).await?;
+        let was_running = self.process.is_running.swap(false, Ordering::SeqCst);
+        let home = self.host.guest_dir(&self.process.id);
+        let taken = snapshot::take(&home, directory, scope, self.host.script()).await;
+        self.process.is_running.store(was_running, Ordering::SeqCst);
+        let report = taken?;
+        if let Err(error) = self.host.script().pass(Step::Snapshot, Moment::After).await {
+            snapshot::remove(directory);
+            return Err(error);
+        }
+        Ok(report)
+    }
+
     async fn guest(&self) -> Result<GuestClient, EngineError> {
         self.check_alive()?;
         let mut session = self.session.lock().await;
@@ -124,7 +141,8 @@ impl Machine for FakeMachine {
 
     fn usage(&self) -> Result<MachineUsage, EngineError> {
         self.check_alive()?;
-        Ok(MachineUsage { private_bytes: 1 << 20, proportional_bytes: 2 << 20, cpu_micros: 0, disk_bytes: 4096 })
+        let cpu_micros = self.process.cpu_micros.load(Ordering::SeqCst);
+        Ok(MachineUsage { private_bytes: 1 << 20, proportional_bytes: 2 << 20, cpu_micros, disk_bytes: 4096 })
     }
 
     fn console_tail(&self) -> String {

@@ -9,11 +9,15 @@
 //! A [`FakeHost`] stands for what a crash of the server leaves behind: give it to the next
 //! [`FakeEngine`] and the machines are found again. Faults are scripted per step, before or after its
 //! effect, so that a test can stop a verb at each of its points.
+//!
+//! A snapshot is a marker and a copy of the guest's files. Processes are not in it: a machine started from one
+//! has the files and nothing that ran. Within one machine, halted and resumed, they do live on.
 
 mod host;
 mod link;
 mod machine;
 mod script;
+mod snapshot;
 
 pub use host::FakeHost;
 pub use script::{Hang, Moment, Step};
@@ -21,13 +25,13 @@ pub use script::{Hang, Moment, Step};
 use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
 };
 
 use async_trait::async_trait;
 use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
 
-use crate::{Engine, EngineError, EngineInfo, Machine, Progress, TemplateBoot};
+use crate::{Engine, EngineError, EngineInfo, Machine, Progress, SnapshotReport, SnapshotScope, TemplateBoot};
 use machine::FakeMachine;
 
 const MARKER: &str = "fake-template";
@@ -99,6 +103,34 @@ impl Engine for FakeEngine {
             self.host.remove(id);
         }
         Ok(stray)
+    }
+
+    async fn start_from_snapshot(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        let report = self.check_snapshot(template, snapshot).await?;
+        self.host.script().pass(Step::Restore, Moment::Before).await?;
+        let process = self.host.spawn(machine)?;
+        let started = async {
+            snapshot::copy_home(snapshot, &self.host.guest_dir(machine)).await?;
+            if report.scope == SnapshotScope::DiskOnly {
+                process.is_running.store(true, Ordering::SeqCst);
+            }
+            self.host.script().pass(Step::Restore, Moment::After).await
+        };
+        if let Err(error) = started.await {
+            self.host.remove(machine);
+            return Err(error);
+        }
+        Ok(Arc::new(FakeMachine::new(self.host.clone(), process)))
+    }
+
+    async fn check_snapshot(&self, template: &Path, snapshot: &Path) -> Result<SnapshotReport, EngineError> {
+        self.check_template(template).await?;
+        snapshot::check(snapshot)
     }
 
     fn check_capacity(&self, _shape: &MachineShape) -> Result<(), EngineError> {

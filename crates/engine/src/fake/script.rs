@@ -21,6 +21,12 @@ pub enum Step {
     Link,
     /// Answering the first request on the link, which is the identity's.
     Identity,
+    /// Taking a snapshot of it.
+    Snapshot,
+    /// The moment in a snapshot in which the machine is halted and the directory half written.
+    Halted,
+    /// Starting a machine from a snapshot.
+    Restore,
     /// Ending it.
     Kill,
     /// Finding it again.
@@ -39,6 +45,8 @@ impl Step {
             Self::Pause => "pause",
             Self::Link => "link",
             Self::Identity => "identity",
+            Self::Snapshot | Self::Halted => "snapshot",
+            Self::Restore => "restore",
             Self::Kill => "kill",
             Self::Adopt => "adopt",
         }

@@ -12,7 +12,6 @@ use bytes::Bytes;
 use futures::Stream;
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Empty, Full};
-use hyper::body::Incoming;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Serialize, de::DeserializeOwned};
 use stockade_wire::{ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES, event::Event, files, machine, process, route};
@@ -24,7 +23,7 @@ use tokio_util::sync::PollSender;
 
 use crate::EngineError;
 use session::{RequestBody, Session, broken, within};
-use streams::{ChannelBody, EventReader, Port, StreamBody};
+use streams::{Answer, ChannelBody, EventReader, Port, StreamBody};
 
 /// How long the agent may take to answer at all.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
@@ -42,7 +41,11 @@ const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'
 #[derive(Clone)]
 pub struct GuestClient {
     session: Arc<Session>,
+    hold: Option<Hold>,
 }
+
+/// Something that lives as long as a client, or a stream opened with it, is in use.
+pub type Hold = Arc<dyn std::any::Any + Send + Sync>;
 
 impl fmt::Debug for GuestClient {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -122,7 +125,13 @@ impl GuestClient {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        Ok(Self { session: Arc::new(Session::open(stream, patience).await?) })
+        Ok(Self { session: Arc::new(Session::open(stream, patience).await?), hold: None })
+    }
+
+    /// The same session; what is given is dropped with the last clone of this client, and of what it opens.
+    #[must_use]
+    pub fn holding(&self, hold: Hold) -> Self {
+        Self { session: Arc::clone(&self.session), hold: Some(hold) }
     }
 
     /// Whether the session still stands.
@@ -302,11 +311,11 @@ impl GuestClient {
     }
 
     /// Sends one request; an answer that is not a success becomes an error.
-    async fn exchange(&self, method: Method, path: &str, body: RequestBody) -> Result<Response<Incoming>, EngineError> {
+    async fn exchange(&self, method: Method, path: &str, body: RequestBody) -> Result<Response<Answer>, EngineError> {
         // HTTP/2 wants a whole URI; the agent looks at its path alone.
         let request = Request::builder().method(method).uri(format!("http://guest{path}"));
         let request = request.body(body).map_err(broken(false))?;
-        let answer = self.session.send(request).await?;
+        let answer = self.session.send(request).await?.map(|body| Answer::new(body, self.hold.clone()));
         if answer.status().is_success() {
             return Ok(answer);
         }
@@ -362,12 +371,12 @@ fn json_body(request: &impl Serialize) -> Result<RequestBody, EngineError> {
     Ok(Full::new(Bytes::from(bytes)).map_err(|never| match never {}).boxed_unsync())
 }
 
-async fn parse<T: DeserializeOwned>(answer: Response<Incoming>, limit: usize) -> Result<T, EngineError> {
+async fn parse<T: DeserializeOwned>(answer: Response<Answer>, limit: usize) -> Result<T, EngineError> {
     let bytes = streams::collect(answer.into_body(), limit).await?;
     serde_json::from_slice(&bytes).map_err(broken(true))
 }
 
-async fn process_events(answer: Response<Incoming>) -> Result<Events, EngineError> {
+async fn process_events(answer: Response<Answer>) -> Result<Events, EngineError> {
     let mut reader = EventReader::new(answer.into_body(), true);
     match within(ANSWER_PATIENCE, true, async { reader.next().await.transpose() }).await? {
         Some(Event::Started(started)) => Ok(Events { started: Some(started), events: reader.into_stream() }),

@@ -24,11 +24,35 @@ use tokio_util::{codec::Decoder, sync::PollSender};
 use super::session::broken;
 use crate::EngineError;
 
+/// An answer's body, and what must live as long as somebody reads it.
+pub(super) struct Answer {
+    body: Incoming,
+    _hold: Option<super::Hold>,
+}
+
+impl Answer {
+    pub(super) fn new(body: Incoming, hold: Option<super::Hold>) -> Self {
+        Self { body, _hold: hold }
+    }
+}
+
+impl Body for Answer {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+}
+
 /// What an [`EntryInfo`] in front of a file may take.
 const MAX_ENTRY: usize = 256 << 10;
 
 /// The next bytes of an answer; an empty answer ends with `None`.
-async fn next_data(body: &mut Incoming) -> Option<Result<Bytes, hyper::Error>> {
+async fn next_data(body: &mut Answer) -> Option<Result<Bytes, hyper::Error>> {
     loop {
         match body.frame().await? {
             Ok(frame) => {
@@ -42,7 +66,7 @@ async fn next_data(body: &mut Incoming) -> Option<Result<Bytes, hyper::Error>> {
 }
 
 /// Reads an answer of at most `limit` bytes.
-pub(super) async fn collect(mut body: Incoming, limit: usize) -> Result<Bytes, EngineError> {
+pub(super) async fn collect(mut body: Answer, limit: usize) -> Result<Bytes, EngineError> {
     let mut whole = BytesMut::new();
     while let Some(data) = next_data(&mut body).await {
         let data = data.map_err(broken(true))?;
@@ -56,7 +80,7 @@ pub(super) async fn collect(mut body: Incoming, limit: usize) -> Result<Bytes, E
 
 /// Takes events out of an answer's bytes. Fuses after an error, after the exit, and at the end.
 pub(super) struct EventReader {
-    body: Incoming,
+    body: Answer,
     input: BytesMut,
     is_done: bool,
     /// The stream must end with an exit; a watch's never does.
@@ -64,7 +88,7 @@ pub(super) struct EventReader {
 }
 
 impl EventReader {
-    pub(super) fn new(body: Incoming, must_exit: bool) -> Self {
+    pub(super) fn new(body: Answer, must_exit: bool) -> Self {
         Self { body, input: BytesMut::new(), is_done: false, must_exit }
     }
 
@@ -109,7 +133,7 @@ impl EventReader {
 }
 
 /// Takes the entry off the front of a file's answer.
-pub(super) async fn split_entry(mut body: Incoming) -> Result<(EntryInfo, super::ByteStream), EngineError> {
+pub(super) async fn split_entry(mut body: Answer) -> Result<(EntryInfo, super::ByteStream), EngineError> {
     let mut head = BytesMut::new();
     let mut needed = 4;
     while head.len() < needed {
@@ -159,7 +183,7 @@ impl Body for ChannelBody {
 /// A connection to a port in the guest: writes become the request's body, reads come from the answer's.
 pub(super) struct Port {
     pub(super) sender: PollSender<Bytes>,
-    pub(super) body: Incoming,
+    pub(super) body: Answer,
     pub(super) ahead: Bytes,
 }
 

@@ -16,7 +16,7 @@ fn shell(command: &str) -> StartRequest {
 }
 
 /// What a shell command prints.
-async fn run(guest: &GuestClient, command: &str) -> String {
+pub(crate) async fn run(guest: &GuestClient, command: &str) -> String {
     let mut events = guest.start(&shell(command)).await.expect("started").events;
     let mut printed = Vec::new();
     while let Some(event) = within(events.next()).await {

@@ -2,6 +2,7 @@
 
 mod deadlines;
 mod faults;
+mod forks;
 mod idempotency;
 mod keys;
 mod lifecycle;
@@ -10,4 +11,5 @@ mod load;
 mod pool;
 mod random;
 mod restarts;
+mod states;
 mod support;

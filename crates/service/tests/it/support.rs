@@ -5,9 +5,9 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 use jiff::Timestamp;
 use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
 use stockade_model::{
-    EndCause, MachineShape, Sandbox, SandboxId, SandboxState, Template, TemplateId, TemplateState, WorkspaceId,
+    EndCause, MachineShape, Sandbox, SandboxId, SandboxState, Template, TemplateId, TemplateState, Tier, WorkspaceId,
 };
-use stockade_service::{CreateSandbox, ListFilter, Principal, Service, ServiceConfig, ServiceError};
+use stockade_service::{CreateSandbox, ListFilter, Principal, Service, ServiceConfig, ServiceError, SnapshotFilter};
 use stockade_store::{SecretFile, Store};
 use tempfile::TempDir;
 
@@ -127,17 +127,35 @@ impl TestServer {
             .await
     }
 
-    /// Sandboxes that are not final have their machine; there is no other machine.
+    /// Sandboxes that run or stand by have their machine, other living ones their directory; there is no other
+    /// machine and no other directory.
     pub(crate) async fn assert_nothing_stray(&self) {
-        let mut machines: Vec<_> = self
-            .everything()
-            .await
-            .into_iter()
-            .filter(|sandbox| !sandbox.state.is_final())
-            .map(|sandbox| sandbox.machine.expect("it has a machine"))
-            .collect();
+        let alive: Vec<_> = self.everything().await.into_iter().filter(|sandbox| !sandbox.state.is_final()).collect();
+        for sandbox in &alive {
+            let is_there = (sandbox.machine.is_some(), sandbox.saved.is_some());
+            let has_machine = sandbox.state == SandboxState::Running || sandbox.tier == Some(Tier::Standby);
+            assert_eq!(is_there, (has_machine, !has_machine), "{}: {} {:?}", sandbox.id, sandbox.state, sandbox.tier);
+        }
+        let mut machines: Vec<_> = alive.iter().filter_map(|sandbox| sandbox.machine.clone()).collect();
         machines.sort();
         assert_eq!(self.host.machines(), machines);
+        let mut saved: Vec<_> = alive.iter().filter_map(|sandbox| Some(sandbox.saved.clone()?.to_string())).collect();
+        saved.sort();
+        assert_eq!(self.directories("paused"), saved);
+        let all = SnapshotFilter { limit: 1000, ..<_>::default() };
+        let snapshots = within(self.service.snapshots(&self.who, &all)).await.expect("a list").items;
+        let mut snapshots: Vec<_> = snapshots.into_iter().map(|snapshot| snapshot.id.to_string()).collect();
+        snapshots.sort();
+        assert_eq!(self.directories("snapshots"), snapshots);
+    }
+
+    /// What is in a directory of saved state.
+    pub(crate) fn directories(&self, kind: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.dir.path().join(kind)).expect("the directory");
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
     }
 }
 
@@ -147,6 +165,7 @@ async fn serve(dir: &TempDir, host: &FakeHost, configure: &dyn Fn(&mut ServiceCo
     let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host.clone())), store.clone());
     config.pool_size = 0;
     config.metrics_period = Duration::ZERO;
+    config.meter_period = Duration::ZERO;
     configure(&mut config);
     (within(Service::start(config)).await.expect("service"), store)
 }
@@ -176,13 +195,7 @@ async fn template(service: &Service, dir: &TempDir, workspace: Option<&Workspace
 }
 
 pub(crate) fn request() -> CreateSandbox {
-    CreateSandbox {
-        template: "base".to_owned(),
-        lifetime: Duration::from_secs(300),
-        metadata: BTreeMap::new(),
-        env: BTreeMap::new(),
-        idempotency_key: None,
-    }
+    CreateSandbox { template: "base".to_owned(), lifetime: Duration::from_secs(300), ..CreateSandbox::default() }
 }
 
 pub(crate) fn labels<const N: usize>(pairs: [(&str, &str); N]) -> BTreeMap<String, String> {

@@ -63,6 +63,10 @@ impl From<ServiceError> for HttpError {
             ServiceError::TemplateNotFound { name } => {
                 Self::new(StatusCode::NOT_FOUND, format!("template '{name}' not found"))
             }
+            ServiceError::SnapshotNotFound { name } => {
+                Self::new(StatusCode::NOT_FOUND, format!("snapshot '{name}' not found"))
+            }
+            ServiceError::SnapshotInUse { .. } => Self::bad_request(error.to_string()),
             ServiceError::SandboxNotFound { id } => Self::sandbox_not_found(&id),
             ServiceError::SandboxEnded { id, .. } => Self::sandbox_not_found(id.as_str()),
             ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, error.to_string()),

@@ -105,6 +105,7 @@ impl NewSandbox {
             metadata,
             env: self.env_vars.unwrap_or_default(),
             idempotency_key: idempotency_key(headers)?,
+            ..CreateSandbox::default()
         })
     }
 }

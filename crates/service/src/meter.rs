@@ -1,0 +1,315 @@
+//! The meter: what each sandbox and snapshot uses, counted in memory and written every few seconds.
+//!
+//! A subject has one open row; a change of state closes it, to the millisecond, and opens the next. Processor
+//! time is the difference of the machine's own counter, which the row remembers with the machine's id: a server
+//! that comes after us goes on where the row ends, so that time in which no server ran is counted once, and a
+//! row that was not written is counted again from the row before. Memory and disk are bytes held times time.
+//! Starting a machine is not charged: its counter is read when it begins to take commands.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use stockade_engine::Machine;
+use stockade_model::{Sandbox, SandboxId, SandboxState, Snapshot, SnapshotId, Tier, Usage};
+use stockade_store::{Metered, StoreError, UsageRow};
+use tokio::time::{MissedTickBehavior, interval};
+use tracing::warn;
+
+use crate::{ServiceError, core::Core, error::store_error};
+
+/// The longest row.
+const HOUR_MS: i64 = 3_600_000;
+
+#[derive(Default)]
+pub(crate) struct Meter {
+    book: Mutex<Book>,
+    /// One writer at a time: an older state of a row must not be written over a newer one.
+    writing: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct Book {
+    open: HashMap<String, Account>,
+    /// Closed, not written yet.
+    closed: Vec<UsageRow>,
+    /// Not written yet.
+    metered: Vec<Metered>,
+}
+
+struct Account {
+    row: UsageRow,
+    machine: Option<Arc<dyn Machine>>,
+    /// As last read.
+    memory_bytes: u64,
+    disk_bytes: u64,
+    is_snapshot: bool,
+}
+
+/// What a subject holds just now.
+#[derive(Clone, Copy)]
+struct Reading {
+    cpu: Option<u64>,
+    memory_bytes: u64,
+    disk_bytes: u64,
+}
+
+impl Meter {
+    /// A sandbox is in another state, or has another machine, from now on. `saved_bytes`: what it holds where it
+    /// has no machine.
+    pub(crate) fn enter(
+        &self,
+        sandbox: &Sandbox,
+        machine: Option<&Arc<dyn Machine>>,
+        saved_bytes: u64,
+        now: Timestamp,
+    ) {
+        let reading = read(machine, saved_bytes);
+        let mut book = self.lock();
+        let subject = sandbox.id.to_string();
+        let sequence = book.close(&subject, now);
+        if sequence == 0 {
+            book.metered.push(metered(sandbox));
+        }
+        let row = UsageRow {
+            subject: subject.clone(),
+            sequence,
+            sandbox: sandbox.id.clone(),
+            state: word(sandbox).to_owned(),
+            from: now,
+            to: now,
+            machine: machine.map(|machine| machine.id().clone()),
+            cpu_seen: reading.cpu.unwrap_or_default(),
+            usage: Usage::default(),
+        };
+        book.open.insert(subject, Account::new(row, machine, reading, false));
+    }
+
+    /// A sandbox is found again; `last` is its last row. Goes on with that if nothing has changed.
+    pub(crate) fn adopt(
+        &self,
+        sandbox: &Sandbox,
+        machine: Option<&Arc<dyn Machine>>,
+        saved_bytes: u64,
+        last: Option<UsageRow>,
+        now: Timestamp,
+    ) {
+        let Some(last) = last else { return self.enter(sandbox, machine, saved_bytes, now) };
+        let is_same = last.state == word(sandbox) && last.machine.as_ref() == machine.map(|machine| machine.id());
+        let account = Account::new(last, machine, read(machine, saved_bytes), false);
+        self.lock().open.insert(sandbox.id.to_string(), account);
+        if !is_same {
+            // What it was until now is not known: the time since the last row is not counted.
+            let mut book = self.lock();
+            if let Some(account) = book.open.get_mut(sandbox.id.as_str()) {
+                account.machine = None;
+                (account.memory_bytes, account.disk_bytes) = (0, 0);
+                account.row.to = now.max(account.row.to);
+            }
+            drop(book);
+            self.enter(sandbox, machine, saved_bytes, now);
+        }
+    }
+
+    /// A snapshot is kept from now on; it counts for the sandbox it was taken of.
+    pub(crate) fn enter_snapshot(&self, snapshot: &Snapshot, bytes: u64, now: Timestamp) {
+        self.adopt_snapshot(snapshot, bytes, None, now);
+    }
+
+    pub(crate) fn adopt_snapshot(&self, snapshot: &Snapshot, bytes: u64, last: Option<UsageRow>, now: Timestamp) {
+        let subject = snapshot.id.to_string();
+        let row = last.unwrap_or_else(|| UsageRow {
+            subject: subject.clone(),
+            sequence: 0,
+            sandbox: snapshot.sandbox.clone(),
+            state: "snapshot".to_owned(),
+            from: now,
+            to: now,
+            machine: None,
+            cpu_seen: 0,
+            usage: Usage::default(),
+        });
+        let reading = Reading { cpu: None, memory_bytes: 0, disk_bytes: bytes };
+        self.lock().open.insert(subject, Account::new(row, None, reading, true));
+    }
+
+    /// A sandbox uses nothing any more. To be called while its machine can still be read.
+    pub(crate) fn end(&self, id: &SandboxId, now: Timestamp) {
+        self.lock().close(id.as_str(), now);
+    }
+
+    pub(crate) fn end_snapshot(&self, id: &SnapshotId, now: Timestamp) {
+        self.lock().close(id.as_str(), now);
+    }
+
+    /// Reads every machine. Reading takes its time: not under the lock, and not on a thread that serves.
+    async fn sample(&self, core: &Core) {
+        let machines: Vec<_> = {
+            let book = self.lock();
+            let with = |(subject, account): (&String, &Account)| Some((subject.clone(), account.machine.clone()?));
+            book.open.iter().filter_map(with).collect()
+        };
+        let read_all = move || {
+            let read_one = |(subject, machine): (String, Arc<dyn Machine>)| {
+                let reading = read(Some(&machine), 0);
+                (subject, machine.id().clone(), reading)
+            };
+            machines.into_iter().map(read_one).collect::<Vec<_>>()
+        };
+        let Ok(readings) = tokio::task::spawn_blocking(read_all).await else { return };
+        let mut book = self.lock();
+        let now = core.now();
+        for (subject, machine, reading) in readings {
+            let Some(account) = book.open.get_mut(&subject) else { continue };
+            // It may have another machine by now.
+            if reading.cpu.is_some() && account.row.machine.as_ref() == Some(&machine) {
+                account.note(reading);
+            }
+        }
+        let Book { open, closed, .. } = &mut *book;
+        for account in open.values_mut() {
+            account.advance(now, closed);
+        }
+    }
+
+    /// Writes all that is not written. What fails is kept for the next time.
+    pub(crate) async fn flush(&self, core: &Core) -> Result<(), StoreError> {
+        let _writing = self.writing.lock().await;
+        self.sample(core).await;
+        let (metered, closed, rows) = {
+            let mut book = self.lock();
+            let (metered, closed) = (std::mem::take(&mut book.metered), std::mem::take(&mut book.closed));
+            let mut rows = closed.clone();
+            rows.extend(book.open.values().map(|account| account.row.clone()));
+            (metered, closed, rows)
+        };
+        let written = core.store().put_usage(&metered, &rows).await;
+        if written.is_err() {
+            let mut book = self.lock();
+            book.metered.extend(metered);
+            book.closed.extend(closed);
+        }
+        written
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Book {
+    /// Closes a subject's row; returns the sequence of the next.
+    fn close(&mut self, subject: &str, now: Timestamp) -> u64 {
+        let Some(mut account) = self.open.remove(subject) else { return 0 };
+        if let Some(machine) = account.machine.clone() {
+            account.note(read(Some(&machine), account.disk_bytes));
+        }
+        account.advance(now, &mut self.closed);
+        let next = account.row.sequence + 1;
+        self.closed.push(account.row);
+        next
+    }
+}
+
+impl Account {
+    fn new(row: UsageRow, machine: Option<&Arc<dyn Machine>>, reading: Reading, is_snapshot: bool) -> Self {
+        let Reading { memory_bytes, disk_bytes, .. } = reading;
+        Self { row, machine: machine.cloned(), memory_bytes, disk_bytes, is_snapshot }
+    }
+
+    /// Takes what a machine says. One that is gone says nothing: what it last said stands.
+    fn note(&mut self, reading: Reading) {
+        let Some(cpu) = reading.cpu else { return };
+        // A counter that went back began again.
+        let used = cpu.checked_sub(self.row.cpu_seen).unwrap_or(cpu);
+        self.row.usage.cpu_micros += u128::from(used);
+        self.row.cpu_seen = cpu;
+        (self.memory_bytes, self.disk_bytes) = (reading.memory_bytes, reading.disk_bytes);
+    }
+
+    /// Counts what is held up to now; a row that has become too long is closed and the next begun.
+    fn advance(&mut self, now: Timestamp, closed: &mut Vec<UsageRow>) {
+        let now = now.as_millisecond();
+        loop {
+            let end = self.row.from.as_millisecond() + HOUR_MS;
+            self.hold_until(now.min(end));
+            if now <= end {
+                return;
+            }
+            let next = UsageRow {
+                sequence: self.row.sequence + 1,
+                from: self.row.to,
+                usage: Usage::default(),
+                ..self.row.clone()
+            };
+            closed.push(std::mem::replace(&mut self.row, next));
+        }
+    }
+
+    fn hold_until(&mut self, until: i64) {
+        // A clock that was set back: what is counted stays counted.
+        let Ok(ms) = u128::try_from(until - self.row.to.as_millisecond()) else { return };
+        let usage = &mut self.row.usage;
+        usage.memory_byte_ms += u128::from(self.memory_bytes) * ms;
+        let disk = u128::from(self.disk_bytes) * ms;
+        if self.is_snapshot {
+            usage.snapshot_byte_ms += disk;
+        } else {
+            usage.disk_byte_ms += disk;
+        }
+        self.row.to = Timestamp::from_millisecond(until).unwrap_or(self.row.to);
+    }
+}
+
+fn read(machine: Option<&Arc<dyn Machine>>, saved_bytes: u64) -> Reading {
+    match machine.map(|machine| machine.usage()) {
+        Some(Ok(usage)) => Reading {
+            cpu: Some(usage.cpu_micros),
+            memory_bytes: usage.proportional_bytes,
+            disk_bytes: usage.disk_bytes,
+        },
+        _ => Reading { cpu: None, memory_bytes: 0, disk_bytes: saved_bytes },
+    }
+}
+
+fn word(sandbox: &Sandbox) -> &'static str {
+    match (sandbox.state, sandbox.tier) {
+        (SandboxState::Paused, Some(Tier::Standby)) => "standby",
+        (SandboxState::Paused, _) => "hibernated",
+        (state, _) => state.as_str(),
+    }
+}
+
+fn metered(sandbox: &Sandbox) -> Metered {
+    Metered {
+        sandbox: sandbox.id.clone(),
+        workspace: sandbox.workspace.clone(),
+        template_name: sandbox.template_name.clone(),
+        metadata: sandbox.metadata.clone(),
+    }
+}
+
+/// Goes on with the rows of snapshots an earlier server kept.
+pub(crate) async fn adopt_snapshots(core: &Core, snapshots: Vec<Snapshot>) -> Result<(), ServiceError> {
+    for snapshot in snapshots {
+        let last = core.store().last_usage(snapshot.id.as_str()).await.map_err(store_error)?;
+        let bytes = crate::dirs::bytes_of(&core.dirs.path(crate::dirs::Kind::Snapshot, &snapshot.id));
+        core.meter.adopt_snapshot(&snapshot, bytes, last, core.now());
+    }
+    Ok(())
+}
+
+/// The meter's task: never ends by itself.
+pub(crate) async fn run(core: Arc<Core>, period: Duration) {
+    let mut ticks = interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        if let Err(error) = core.meter.flush(&core).await {
+            warn!(error = &error as &dyn std::error::Error, "usage not written, trying again");
+        }
+    }
+}

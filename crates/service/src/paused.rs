@@ -1,0 +1,159 @@
+//! A sandbox that stands still: in standby (its machine is there, halted), hibernated or stopped.
+
+use std::{sync::Arc, time::Duration};
+
+use stockade_engine::Machine;
+use stockade_model::{EndCause, Sandbox};
+use tokio::time::Instant;
+use tracing::warn;
+
+use crate::{
+    ServiceError,
+    clock::{Clock, Deadline, deadline_after},
+    live::{Target, Verb},
+    owner::{Owner, Place},
+};
+
+enum Due {
+    Hibernate,
+    Unused,
+}
+
+impl Owner {
+    /// `machine`: it is in standby.
+    pub(crate) async fn paused(&mut self, machine: Option<Arc<dyn Machine>>) -> Place {
+        let core = Arc::clone(&self.core);
+        loop {
+            let verb = match self.waiting.pop_front() {
+                Some(verb) => verb,
+                None => tokio::select! {
+                    biased;
+                    exit = exited(machine.as_ref()) => match machine {
+                        Some(machine) => return Place::MachineEnded { machine, exit },
+                        None => unreachable!("what is not there does not end"),
+                    },
+                    Some(verb) = self.inbox.recv() => verb,
+                    due = due(&self.sandbox, machine.is_some(), self.not_before, core.clock()) => match (due, &machine) {
+                        (Due::Hibernate, Some(machine)) => return self.go_deeper(Arc::clone(machine)).await,
+                        (Due::Hibernate, None) => continue,
+                        (Due::Unused, _) => {
+                            let ending = self.ending(EndCause::Idle, String::new());
+                            return Place::Ending { machine, ending, caller: None };
+                        }
+                    },
+                },
+            };
+            match verb {
+                Verb::Kill { cause, reply } => return self.killed(machine, (cause, reply)),
+                Verb::SetLifetime { lifetime, only_later, reply } => {
+                    let set = self.set_remaining(lifetime, only_later).await;
+                    reply.send(set).ok();
+                }
+                Verb::Machine { wake: true, reply } if self.sandbox.rules.auto_resume => {
+                    return self.wake_for(machine, reply).await;
+                }
+                Verb::Pause { target, reply } => match (&machine, target) {
+                    (Some(machine), Target::Hibernated | Target::Stopped) => {
+                        let moved = self.put_down(Arc::clone(machine), target).await;
+                        return self.arrive(moved, reply);
+                    }
+                    _ => Verb::Pause { target, reply }.refuse(&self.sandbox),
+                },
+                Verb::Resume { lifetime, reply } => {
+                    let moved = self.resume(machine, lifetime).await;
+                    return self.arrive(moved, reply);
+                }
+                Verb::Rollback { source, reply } => {
+                    let moved = self.roll_back(machine, source).await;
+                    return self.arrive(moved, reply);
+                }
+                Verb::Promote { child, child_id, reply } => {
+                    let moved = self.promote(machine, &child, &child_id).await;
+                    return self.arrive(moved, reply);
+                }
+                Verb::HandOver { reply } => match machine {
+                    Some(machine) => return self.hand_over(machine, reply, false).await,
+                    None => Verb::HandOver { reply }.refuse(&self.sandbox),
+                },
+                verb @ (Verb::Machine { .. } | Verb::Snapshot { .. }) => verb.refuse(&self.sandbox),
+            }
+        }
+    }
+
+    /// A request that waits for the sandbox; those behind it find it running.
+    async fn wake_for(
+        &mut self,
+        machine: Option<Arc<dyn Machine>>,
+        reply: crate::live::Reply<Arc<dyn Machine>>,
+    ) -> Place {
+        match self.resume(machine, None).await {
+            Ok(Place::Running(machine)) => {
+                reply.send(Ok(Arc::clone(&machine))).ok();
+                Place::Running(machine)
+            }
+            Ok(place) => {
+                Verb::Machine { wake: true, reply }.refuse(&self.sandbox);
+                place
+            }
+            Err((place, error)) => {
+                reply.send(Err(error)).ok();
+                place
+            }
+        }
+    }
+
+    async fn go_deeper(&mut self, machine: Arc<dyn Machine>) -> Place {
+        match self.put_down(machine, Target::Hibernated).await {
+            Ok(place) => {
+                (self.not_before, self.pauses) = (None, <_>::default());
+                place
+            }
+            Err((place, error)) => {
+                warn!(error = &error as &dyn std::error::Error, "not hibernated by its rules, trying again later");
+                self.not_before = Some(Instant::now() + self.pauses.next());
+                place
+            }
+        }
+    }
+
+    /// The lifetime it will have when it runs again.
+    async fn set_remaining(&mut self, lifetime: Duration, only_later: bool) -> Result<Sandbox, ServiceError> {
+        if !only_later || Some(lifetime) > self.sandbox.remaining {
+            let mut changed = Sandbox { remaining: Some(lifetime), ..self.sandbox.clone() };
+            changed.deadline = deadline_after(self.core.clock().now(), lifetime);
+            if !only_later {
+                changed.lifetime = lifetime;
+            }
+            self.put(changed).await?;
+            self.show(None);
+        }
+        Ok(self.sandbox.clone())
+    }
+}
+
+async fn exited(machine: Option<&Arc<dyn Machine>>) -> stockade_engine::MachineExit {
+    match machine {
+        Some(machine) => machine.exited().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits until one of the sandbox's rules asks for something. Cancel-safe.
+async fn due(sandbox: &Sandbox, is_standby: bool, not_before: Option<Instant>, clock: &dyn Clock) -> Due {
+    let since = sandbox.idle_since.unwrap_or_else(|| clock.now());
+    let passed = async |after: Option<Duration>| match after {
+        Some(after) => Deadline::at(deadline_after(since, after), clock).passed(clock).await,
+        None => std::future::pending().await,
+    };
+    let deeper = async {
+        if let Some(at) = not_before {
+            tokio::time::sleep_until(at).await;
+        }
+        passed(sandbox.rules.idle.hibernate_after).await;
+    };
+    tokio::select! {
+        biased;
+        () = passed(sandbox.rules.idle.delete_after) => Due::Unused,
+        () = deeper, if is_standby => Due::Hibernate,
+    }
+}

@@ -1,0 +1,174 @@
+//! Coming back from a tier.
+//!
+//! ```text
+//! from standby:  resume -> link -> identity -> record `running`
+//! from files:    record `resuming` + machine -> start from the directory -> record that it is whole
+//!                -> resume -> link -> identity -> record `running` -> directory removed
+//! ```
+//!
+//! The identity brings the clock up to date and fresh random numbers before anybody is served. A failure
+//! leaves the sandbox as paused as it was. Once the machine is recorded as whole (`resuming`, tier `standby`) a
+//! server that comes after us goes on with it instead of starting another from the same instant: what the guest
+//! has done since does not happen twice.
+
+use std::{sync::Arc, time::Duration};
+
+use stockade_engine::Machine;
+use stockade_model::{MachineId, Sandbox, SandboxState, Tier};
+use stockade_store::TemplateRecord;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::{
+    ServiceError,
+    clock::deadline_after,
+    create::{self, bring_up, step},
+    dirs::Kind,
+    error::store_error,
+    owner::{Moved, Owner, Place},
+};
+
+impl Owner {
+    /// `standby`: the halted machine; else there is saved state.
+    pub(crate) async fn resume(&mut self, standby: Option<Arc<dyn Machine>>, lifetime: Option<Duration>) -> Moved {
+        match standby {
+            Some(machine) => self.from_standby(machine, lifetime).await,
+            None => self.from_saved(lifetime).await,
+        }
+    }
+
+    async fn from_standby(&mut self, machine: Arc<dyn Machine>, lifetime: Option<Duration>) -> Moved {
+        let core = Arc::clone(&self.core);
+        let template = match self.template().await {
+            Ok(template) => template,
+            Err(error) => return Err((Place::Standby(machine), error)),
+        };
+        self.show_as(SandboxState::Resuming);
+        let (sandbox, cancel) = (self.sandbox.clone(), CancellationToken::new());
+        let (up, killed) = self.attend(&cancel, bring_up(&core, &machine, &sandbox, &template.template, &cancel)).await;
+        if let Some(killer) = killed {
+            return Ok(self.killed(Some(machine), killer));
+        }
+        let up = match up {
+            Ok(()) => self.put(self.awake(machine.id().clone(), lifetime)).await,
+            Err(unmade) => Err(unmade.into_error()),
+        };
+        if let Err(error) = up {
+            let never = CancellationToken::new();
+            if step(&machine, "pause", core.config.step_patience, &never, machine.pause()).await.is_err() {
+                warn!(machine = %machine.id(), "not resumed and not halted again either");
+            }
+            self.show(None);
+            return Err((Place::Standby(machine), error));
+        }
+        self.arrived(&machine);
+        Ok(Place::Running(machine))
+    }
+
+    async fn from_saved(&mut self, lifetime: Option<Duration>) -> Moved {
+        let core = Arc::clone(&self.core);
+        let saved = self.sandbox.saved.clone().expect("a sandbox without a machine is saved");
+        let has_memory = self.sandbox.tier.is_some();
+        let machine = MachineId::random();
+        let prepared = async {
+            let template = self.template().await?;
+            core.engine().check_capacity(&self.sandbox.shape)?;
+            let (state, id) = (SandboxState::Resuming, Some(machine.clone()));
+            self.put(Sandbox { state, machine: id, ..self.sandbox.clone() }).await?;
+            Ok(template)
+        };
+        let template = match prepared.await {
+            Ok(template) => template,
+            Err(error) => return Err((Place::Saved, error)),
+        };
+        self.show(None);
+        let directory = core.dirs.path(Kind::Paused, &saved);
+        let cancel = CancellationToken::new();
+        let start = create::start(&core, &machine, &template.directory, Some(&directory), &cancel);
+        let (started, killed) = self.attend(&cancel, start).await;
+        if let Some(killer) = killed {
+            return Ok(self.killed(started.ok(), killer));
+        }
+        let machine = match started {
+            Ok(machine) => machine,
+            Err(unmade) => return self.back_to_saved(unmade.into_error()).await,
+        };
+        if has_memory && let Err(error) = self.put(Sandbox { tier: Some(Tier::Standby), ..self.sandbox.clone() }).await
+        {
+            create::remove_soon(&core, machine).await;
+            return self.back_to_saved(error).await;
+        }
+        self.bring_back(machine, lifetime).await
+    }
+
+    /// From a machine that is restored and whole to one that takes commands.
+    pub(crate) async fn bring_back(&mut self, machine: Arc<dyn Machine>, lifetime: Option<Duration>) -> Moved {
+        let core = Arc::clone(&self.core);
+        let sandbox = self.sandbox.clone();
+        let cancel = CancellationToken::new();
+        let template = self.template().await;
+        let steps = async {
+            let template = template?;
+            bring_up(&core, &machine, &sandbox, &template.template, &cancel).await
+        };
+        let (up, killed) = self.attend(&cancel, steps).await;
+        if let Some(killer) = killed {
+            return Ok(self.killed(Some(machine), killer));
+        }
+        if let Err(unmade) = up {
+            create::remove_soon(&core, machine).await;
+            return self.back_to_saved(unmade.into_error()).await;
+        }
+        let saved = self.sandbox.saved.clone();
+        self.put_for_certain(self.awake(machine.id().clone(), lifetime)).await;
+        self.arrived(&machine);
+        if let Some(saved) = saved
+            && let Err(error) = core.dirs.remove(Kind::Paused, &saved).await
+        {
+            warn!(%saved, error = &error as &dyn std::error::Error, "saved state not removed; the next start does");
+        }
+        Ok(Place::Running(machine))
+    }
+
+    /// As it was before; there is no machine.
+    async fn back_to_saved(&mut self, error: ServiceError) -> Moved {
+        let (state, tier) = match self.sandbox.tier {
+            Some(_) => (SandboxState::Paused, Some(Tier::Hibernated)),
+            None => (SandboxState::Stopped, None),
+        };
+        self.put_for_certain(Sandbox { state, tier, machine: None, ..self.sandbox.clone() }).await;
+        self.show(None);
+        Err((Place::Saved, error))
+    }
+
+    /// The record of a sandbox that runs again. Its deadline: as asked for, else as much later as it stood
+    /// still, else (that had run out) the lifetime it was given.
+    pub(crate) fn awake(&self, machine: MachineId, lifetime: Option<Duration>) -> Sandbox {
+        let sandbox = &self.sandbox;
+        let left = lifetime.or(sandbox.remaining.filter(|left| !left.is_zero())).unwrap_or(sandbox.lifetime);
+        Sandbox {
+            state: SandboxState::Running,
+            machine: Some(machine),
+            deadline: deadline_after(self.core.clock().now(), left),
+            remaining: None,
+            tier: None,
+            saved: None,
+            idle_since: None,
+            ..sandbox.clone()
+        }
+    }
+
+    /// Shows that it takes commands.
+    pub(crate) fn arrived(&mut self, machine: &Arc<dyn Machine>) {
+        (self.not_before, self.pauses) = (None, <_>::default());
+        self.core.meter.enter(&self.sandbox, Some(machine), 0, self.core.now());
+        self.activity.touch();
+        self.show(Some(Arc::clone(machine)));
+    }
+
+    pub(crate) async fn template(&self) -> Result<TemplateRecord, ServiceError> {
+        let (workspace, id) = (&self.sandbox.workspace, self.sandbox.template.as_str());
+        let found = self.core.store().template(workspace, id).await.map_err(store_error)?;
+        found.ok_or_else(|| ServiceError::TemplateNotFound { name: id.to_owned() })
+    }
+}

@@ -1,0 +1,221 @@
+//! Snapshots: taken by the sandbox's owner, everything else by the service.
+//!
+//! ```text
+//! take:    record `creating` -> the engine writes the directory, whole or not at all -> record `ready`
+//! delete:  record `deleting` -> wait for machines that are being started from it -> directory -> record
+//! ```
+//!
+//! The layers of a snapshot are hard links: machines that run, other snapshots and hibernated sandboxes hold
+//! what they need of it themselves, so that only a start under way needs the directory. What a crash leaves
+//! half-way, in either direction, the next server removes.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use stockade_engine::{Machine, SnapshotScope};
+use stockade_model::{Sandbox, SandboxId, Snapshot, SnapshotId};
+use stockade_store::{SnapshotQuery, SnapshotRecord};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    Page, Principal, Service, ServiceError, SnapshotFilter, SnapshotRequest,
+    clock::deadline_after,
+    core::Core,
+    create::{step, wake},
+    dirs::{Kind, bytes_of},
+    error::store_error,
+    live::{SnapshotPlan, Source, Verb},
+    owner::{Killer, Owner},
+    request,
+};
+
+const LONGEST_NAME: usize = 128;
+const LARGEST_PAGE: u32 = 1000;
+
+impl Owner {
+    /// Takes a snapshot of the running machine, which goes on.
+    pub(crate) async fn take_snapshot(
+        &mut self,
+        machine: &Arc<dyn Machine>,
+        plan: SnapshotPlan,
+    ) -> (Result<SnapshotRecord, ServiceError>, Option<Killer>) {
+        let core = Arc::clone(&self.core);
+        let mut record =
+            SnapshotRecord { snapshot: first_record(&self.sandbox, &plan, core.now()), env: self.sandbox.env.clone() };
+        let id = record.snapshot.id.clone();
+        if let Err(error) = core.store().insert_snapshot(&record).await {
+            return (Err(store_error(error)), None);
+        }
+        let directory = core.dirs.path(Kind::Snapshot, &id);
+        let cancel = CancellationToken::new();
+        let taking = machine.snapshot(&directory, plan.scope);
+        let taking = step(machine, "snapshot", core.config.snapshot_patience, &cancel, taking);
+        let (taken, killed) = self.attend(&cancel, taking).await;
+        let taken = match taken {
+            Ok(report) => {
+                record.snapshot.memory_bytes = report.memory_bytes;
+                record.snapshot.disk_bytes = report.disk_bytes;
+                record.snapshot.paused = report.paused;
+                let ready =
+                    if plan.is_ephemeral { Ok(()) } else { core.store().mark_snapshot_ready(&record.snapshot).await };
+                ready.map_err(store_error)
+            }
+            Err(unmade) => Err(unmade.into_error()),
+        };
+        match taken {
+            Ok(()) => {
+                if !plan.is_ephemeral {
+                    info!(snapshot = %id, paused = ?record.snapshot.paused, "snapshot taken");
+                    core.meter.enter_snapshot(&record.snapshot, bytes_of(&directory), core.now());
+                }
+                (Ok(record), killed)
+            }
+            Err(error) => {
+                if killed.is_none() {
+                    // A snapshot that was cut off may have left it halted.
+                    wake(&core, machine).await;
+                }
+                core.remove_snapshot_soon(id);
+                (Err(error), killed)
+            }
+        }
+    }
+}
+
+fn first_record(sandbox: &Sandbox, plan: &SnapshotPlan, now: Timestamp) -> Snapshot {
+    Snapshot {
+        id: SnapshotId::random(),
+        workspace: sandbox.workspace.clone(),
+        name: plan.name.clone(),
+        labels: plan.labels.clone(),
+        sandbox: sandbox.id.clone(),
+        parent: sandbox.lineage.snapshot.clone(),
+        template: sandbox.template.clone(),
+        template_name: sandbox.template_name.clone(),
+        shape: sandbox.shape,
+        has_memory: plan.scope == SnapshotScope::MemoryAndDisk,
+        memory_bytes: 0,
+        disk_bytes: 0,
+        paused: Duration::ZERO,
+        created_at: now,
+        expires_at: plan.expires_after.map(|after| deadline_after(now, after)),
+    }
+}
+
+impl Core {
+    /// Removes a snapshot's directory and record, once nobody starts from it.
+    pub(crate) async fn remove_snapshot(&self, id: &SnapshotId) -> Result<(), ServiceError> {
+        self.dirs.unleased(id).await;
+        self.dirs.remove(Kind::Snapshot, id).await?;
+        self.meter.end_snapshot(id, self.now());
+        self.store().remove_snapshot(id).await.map_err(store_error)
+    }
+
+    /// The same, behind the caller's back; if it fails the next start does it.
+    pub(crate) fn remove_snapshot_soon(self: &Arc<Self>, id: SnapshotId) {
+        let core = Arc::clone(self);
+        self.spawn(async move {
+            if let Err(error) = core.remove_snapshot(&id).await {
+                warn!(snapshot = %id, error = &error as &dyn std::error::Error, "not removed; the next start does");
+            }
+        });
+    }
+}
+
+#[expect(
+    clippy::missing_errors_doc,
+    reason = "as for the other verbs; `SnapshotNotFound` also for what belongs to others"
+)]
+impl Service {
+    /// Takes a snapshot of a running sandbox, which goes on with its streams; returns when it is durable.
+    pub async fn snapshot(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        request: SnapshotRequest,
+    ) -> Result<Snapshot, ServiceError> {
+        check(&request)?;
+        let SnapshotRequest { name, labels, scope, expires_after } = request;
+        let plan = SnapshotPlan { name, labels, scope, expires_after, is_ephemeral: false };
+        Ok(self.ask(who, id, |reply| Verb::Snapshot { plan, reply }).await?.snapshot)
+    }
+
+    /// Lists snapshots.
+    pub async fn snapshots(&self, who: &Principal, filter: &SnapshotFilter) -> Result<Page<Snapshot>, ServiceError> {
+        if filter.limit == 0 || filter.limit > LARGEST_PAGE {
+            let problem = format!("must be 1 to {LARGEST_PAGE}");
+            return Err(ServiceError::Invalid { field: "limit", problem });
+        }
+        let query = SnapshotQuery {
+            sandbox: filter.sandbox.clone(),
+            name: filter.name.clone(),
+            labels: filter.labels.clone(),
+            ascending: filter.ascending,
+            limit: filter.limit,
+            cursor: filter.cursor.clone(),
+        };
+        let now = self.handle.core.now();
+        let page = self.store().list_snapshots(&who.workspace, &query, now).await.map_err(store_error)?;
+        Ok(Page { items: page.items, cursor: page.cursor })
+    }
+
+    /// One snapshot, by id or the newest by name.
+    pub async fn get_snapshot(&self, who: &Principal, name_or_id: &str) -> Result<Snapshot, ServiceError> {
+        Ok(self.snapshot_record(who, name_or_id).await?.snapshot)
+    }
+
+    pub(crate) async fn snapshot_record(&self, who: &Principal, name: &str) -> Result<SnapshotRecord, ServiceError> {
+        let found = self.store().snapshot(&who.workspace, name, self.handle.core.now()).await.map_err(store_error)?;
+        found.ok_or_else(|| ServiceError::SnapshotNotFound { name: name.chars().take(LONGEST_NAME).collect() })
+    }
+
+    /// Deletes a snapshot; returns when nothing is left of it. What was made from it lives on.
+    pub async fn delete_snapshot(&self, who: &Principal, id: &SnapshotId) -> Result<(), ServiceError> {
+        let core = &self.handle.core;
+        let record = self.snapshot_record(who, id.as_str()).await?;
+        let id = record.snapshot.id;
+        if core.dirs.is_leased(&id) {
+            return Err(ServiceError::SnapshotInUse { id });
+        }
+        if !core.store().begin_snapshot_delete(&id).await.map_err(store_error)? {
+            return Err(ServiceError::SnapshotNotFound { name: id.to_string() });
+        }
+        // A caller that goes away does not stop it.
+        let (removing, task) = (Arc::clone(core), id.clone());
+        let (done, outcome) = tokio::sync::oneshot::channel();
+        core.spawn(async move {
+            let removed = removing.remove_snapshot(&task).await;
+            done.send(removed).ok();
+        });
+        outcome.await.unwrap_or_else(|_| Err(self.cut_off("delete")))
+    }
+
+    /// A snapshot to start from: found, and kept until it has been.
+    pub(crate) async fn source(&self, who: &Principal, name: &str) -> Result<(SnapshotRecord, Source), ServiceError> {
+        let found = self.snapshot_record(who, name).await?;
+        // Leased first, then looked at again: one that is there now stays.
+        let lease = self.handle.core.dirs.lease(&found.snapshot.id);
+        let record = self.snapshot_record(who, found.snapshot.id.as_str()).await?;
+        let directory = self.handle.core.dirs.path(Kind::Snapshot, &record.snapshot.id);
+        let source = Source { snapshot: Some(record.snapshot.id.clone()), directory, _lease: Some(lease) };
+        Ok((record, source))
+    }
+}
+
+fn check(request: &SnapshotRequest) -> Result<(), ServiceError> {
+    request::check_labels("labels", &request.labels)?;
+    let invalid = |field, problem: String| Err(ServiceError::Invalid { field, problem });
+    if let Some(name) = &request.name
+        && (name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control))
+    {
+        return invalid("name", format!("must have 1 to {LONGEST_NAME} bytes and no control characters"));
+    }
+    if request.name.as_ref().is_some_and(|name| name.parse::<SnapshotId>().is_ok()) {
+        return invalid("name", "looks like a snapshot's id".to_owned());
+    }
+    if request.expires_after.is_some_and(|after| after.is_zero()) {
+        return invalid("expires_after", "must be over zero".to_owned());
+    }
+    Ok(())
+}
