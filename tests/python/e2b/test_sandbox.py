@@ -200,7 +200,6 @@ def test_a_wrong_key_is_refused(server):
 @pytest.mark.parametrize(
     "options, field",
     [
-        ({"lifecycle": {"on_timeout": "pause"}}, "autoPause"),
         ({"network": {"deny_out": ["0.0.0.0/0"]}}, "network"),
         ({"network": {"allow_public_traffic": False}}, "network"),
         ({"mcp": {"browserbase": {}}}, "mcp"),
@@ -216,11 +215,63 @@ def test_internet_access_is_reported_as_it_is(make):
     assert make(allow_internet_access=True).get_info().allow_internet_access is False
 
 
-def test_verbs_to_come_say_so(box):
-    for verb in (box.pause, box.fork, box.create_snapshot):
-        with pytest.raises(SandboxException, match="not supported"):
-            verb()
+def note(box):
+    """A file; on the fake server it is in this host's own /tmp."""
+    path = f"/tmp/e2b-suite-{uuid.uuid4().hex}"
+    box.files.write(path, "text")
+    return path
+
+
+def test_pause_and_connect(make):
+    mark = {"pause": uuid.uuid4().hex}
+    box = make(metadata=mark, timeout=100)
+    query = lambda state: SandboxQuery(metadata=mark, state=[state])
+    find = lambda state: [item.sandbox_id for item in all_of(Sandbox.list(query=query(state)))]
+    path = note(box)
+    assert box.pause() is True
+    assert find(SandboxState.PAUSED) == [box.sandbox_id] and find(SandboxState.RUNNING) == []
+    assert not box.is_running()
+    assert box.get_info().state == SandboxState.PAUSED
+    assert Sandbox.pause(box.sandbox_id) is False
+    again = Sandbox.connect(box.sandbox_id, timeout=200)
+    assert again.sandbox_id == box.sandbox_id
+    assert again.files.read(path) == "text"
+    again.files.remove(path)
+    assert find(SandboxState.RUNNING) == [box.sandbox_id]
+
+
+def test_pause_at_the_timeout(make):
+    box = make(lifecycle={"on_timeout": "pause"})
+    box.set_timeout(0)
+    assert box.get_info().state == SandboxState.PAUSED
+    box.connect(timeout=100)
     assert box.is_running()
+
+
+def test_fork(make):
+    box = make()
+    path = note(box)
+    children = box.fork(count=2)
+    try:
+        assert len({child.sandbox_id for child in children} | {box.sandbox_id}) == 3
+        for child in children:
+            assert child.files.read(path) == "text"
+    finally:
+        for child in children:
+            child.kill()
+    assert box.is_running()
+    box.files.remove(path)
+
+
+def test_snapshot(make):
+    box = make()
+    path = note(box)
+    snapshot = box.create_snapshot()
+    assert box.is_running()
+    assert make(snapshot.snapshot_id).files.read(path) == "text"
+    box.files.remove(path)
+    assert Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
 
 
 def test_a_token_is_needed_inside(box, edge):

@@ -1,6 +1,7 @@
 //! The API over real sockets, in front of a service on the fake engine.
 
 mod auth;
+mod e2b;
 mod errors;
 mod exec;
 mod files;

@@ -19,10 +19,11 @@ pub(super) struct HttpError {
     retry_after_seconds: Option<u64>,
 }
 
+/// An error as clients see it.
 #[derive(Serialize)]
-struct ErrorJson<'a> {
+pub(super) struct ErrorJson {
     code: u16,
-    message: &'a str,
+    message: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error_code: Option<&'static str>,
 }
@@ -46,11 +47,17 @@ impl HttpError {
     }
 }
 
+impl From<HttpError> for ErrorJson {
+    fn from(error: HttpError) -> Self {
+        Self { code: error.status.as_u16(), message: error.message, error_code: error.error_code }
+    }
+}
+
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
-        let json = ErrorJson { code: self.status.as_u16(), message: &self.message, error_code: self.error_code };
-        let mut response = (self.status, Json(json)).into_response();
-        if let Some(seconds) = self.retry_after_seconds {
+        let (status, retry_after_seconds) = (self.status, self.retry_after_seconds);
+        let mut response = (status, Json(ErrorJson::from(self))).into_response();
+        if let Some(seconds) = retry_after_seconds {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response

@@ -2,12 +2,12 @@
 //! own when it comes.
 
 use axum::{
-    Extension, Json,
+    Extension,
     extract::{Path, State},
 };
 use stockade_service::Principal;
 
-use super::{super::error::HttpError, JsonResult, sandbox_id};
+use super::{super::error::HttpError, sandbox_id};
 use crate::AppState;
 
 /// A sandbox that does not exist is said to be so, whatever was to be done with it.
@@ -39,24 +39,12 @@ macro_rules! refusals {
 }
 
 refusals! {
-    pause: "pausing a sandbox";
-    fork: "forking a sandbox";
-    snapshot: "making a snapshot of a sandbox";
     network: "changing a sandbox's network rules";
     logs: "keeping a sandbox's logs";
 }
 
-/// There are none yet.
-pub(super) async fn snapshots() -> JsonResult<[(); 0]> {
-    Ok(Json([]))
-}
-
-pub(super) async fn templates() -> HttpError {
-    not_yet("deleting templates through E2B's API")
-}
-
-fn not_yet(what: &str) -> HttpError {
-    HttpError::not_supported(format!("{what} is not supported by this release of Stockade"))
+pub(super) fn templates() -> HttpError {
+    HttpError::not_supported("deleting templates through E2B's API is not supported by this release of Stockade")
 }
 
 /// Areas of E2B's API without any route here.

@@ -16,6 +16,10 @@ use crate::AppState;
 
 const MAX_PAGE: u32 = 100;
 
+/// E2B's two states in our words.
+const RUNNING: [SandboxState; 2] = [SandboxState::Running, SandboxState::Resuming];
+const PAUSED: [SandboxState; 3] = [SandboxState::Pausing, SandboxState::Paused, SandboxState::Stopped];
+
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct ListQuery {
@@ -32,8 +36,6 @@ pub(super) struct ListQuery {
 struct Wanted {
     filter: ListFilter,
     started_after: Option<Timestamp>,
-    /// Nothing can match (paused sandboxes alone: there are none).
-    nothing: bool,
 }
 
 impl ListQuery {
@@ -41,13 +43,16 @@ impl ListQuery {
         let bad = |problem: String| HttpError::bad_request(problem);
         let metadata = filter::metadata(self.metadata.as_deref().unwrap_or_default())
             .map_err(|problem| bad(format!("metadata: {problem}")))?;
-        let mut running = self.state.is_none();
+        let mut states = Vec::new();
         for state in self.state.iter().flat_map(|states| states.split(',')).filter(|state| !state.is_empty()) {
             match state {
-                "running" => running = true,
-                "paused" => {}
+                "running" => states.extend(RUNNING),
+                "paused" => states.extend(PAUSED),
                 other => return Err(bad(format!("state '{other}' is neither running nor paused"))),
             }
+        }
+        if states.is_empty() {
+            states.extend(RUNNING.into_iter().chain(PAUSED));
         }
         let ascending = match self.order.as_deref() {
             None | Some("desc") => false,
@@ -67,14 +72,14 @@ impl ListQuery {
                 .ok_or_else(|| bad(format!("limit is {limit}; 1 to {MAX_PAGE} are possible")))?,
         };
         let filter = ListFilter {
-            states: vec![SandboxState::Running],
+            states,
             metadata,
             template: self.template,
             ascending,
             limit,
             cursor: self.next_token.filter(|token| !token.is_empty()),
         };
-        Ok(Wanted { filter, started_after, nothing: !running })
+        Ok(Wanted { filter, started_after })
     }
 }
 
@@ -82,9 +87,6 @@ impl Wanted {
     /// One page. Short pages are fine, an empty one before the end is not: clients stop at it.
     async fn page(mut self, state: &AppState, who: &Principal) -> Result<Page<Sandbox>, HttpError> {
         let empty = || Page { items: Vec::new(), cursor: None };
-        if self.nothing {
-            return Ok(empty());
-        }
         loop {
             let mut page = match state.service.list(who, &self.filter).await {
                 Ok(page) => page,
@@ -126,7 +128,9 @@ pub(super) async fn list_running(
     Extension(who): Extension<Principal>,
     Query(query): Query<ListQuery>,
 ) -> Result<Json<Vec<ListedSandbox>>, HttpError> {
-    let Wanted { mut filter, .. } = ListQuery { metadata: query.metadata, ..ListQuery::default() }.wanted()?;
+    let running = Some("running".to_owned());
+    let query = ListQuery { metadata: query.metadata, state: running, ..ListQuery::default() };
+    let Wanted { mut filter, .. } = query.wanted()?;
     filter.limit = 1000;
     let mut items = Vec::new();
     loop {
@@ -156,12 +160,15 @@ mod tests {
     }
 
     #[test]
-    fn paused_alone_matches_nothing_and_both_match_what_runs() {
-        let nothing = |state: &str| {
-            let query = ListQuery { state: Some(state.to_owned()), ..ListQuery::default() };
-            query.wanted().unwrap_or_else(|error| panic!("{}", error.message)).nothing
+    fn states_are_as_asked_for_and_both_by_default() {
+        let states = |state: Option<&str>| {
+            let query = ListQuery { state: state.map(str::to_owned), ..ListQuery::default() };
+            query.wanted().unwrap_or_else(|error| panic!("{}", error.message)).filter.states
         };
-        assert!(nothing("paused"));
-        assert!(!nothing("running,paused"));
+        assert_eq!(states(Some("paused")), PAUSED);
+        assert_eq!(states(Some("running")), RUNNING);
+        let both = [RUNNING.as_slice(), &PAUSED].concat();
+        assert_eq!(states(Some("running,paused")), both);
+        assert_eq!(states(None), both);
     }
 }

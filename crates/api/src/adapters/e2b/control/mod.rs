@@ -18,9 +18,11 @@ use crate::AppState;
 
 mod filter;
 mod later;
+mod lifecycle;
 mod list;
 mod metrics;
 mod sandboxes;
+mod snapshots;
 mod templates;
 
 const MAX_BODY_BYTES: usize = 1 << 20;
@@ -31,22 +33,22 @@ pub(super) fn router(state: AppState) -> Router {
         .route("/v2/sandboxes", get(list::list).post(sandboxes::create_v2))
         .route("/sandboxes/metrics", get(metrics::many))
         .route("/sandboxes/{id}", get(sandboxes::info).delete(sandboxes::kill))
-        .route("/sandboxes/{id}/connect", post(sandboxes::connect_v1))
-        .route("/v2/sandboxes/{id}/connect", post(sandboxes::connect_v2))
-        .route("/sandboxes/{id}/resume", post(sandboxes::resume))
+        .route("/sandboxes/{id}/connect", post(lifecycle::connect_v1))
+        .route("/v2/sandboxes/{id}/connect", post(lifecycle::connect_v2))
+        .route("/sandboxes/{id}/resume", post(lifecycle::resume))
         .route("/sandboxes/{id}/timeout", post(sandboxes::set_timeout))
         .route("/sandboxes/{id}/refreshes", post(sandboxes::refresh))
         .route("/sandboxes/{id}/metrics", get(metrics::one))
-        .route("/sandboxes/{id}/pause", post(later::pause))
-        .route("/sandboxes/{id}/fork", post(later::fork))
-        .route("/sandboxes/{id}/snapshots", post(later::snapshot))
+        .route("/sandboxes/{id}/pause", post(lifecycle::pause))
+        .route("/sandboxes/{id}/fork", post(lifecycle::fork))
+        .route("/sandboxes/{id}/snapshots", post(snapshots::create))
         .route("/sandboxes/{id}/network", put(later::network))
         .route("/sandboxes/{id}/logs", get(later::logs))
         .route("/v2/sandboxes/{id}/logs", get(later::logs))
-        .route("/snapshots", get(later::snapshots))
+        .route("/snapshots", get(snapshots::list))
         .route("/templates", get(templates::list))
         .route("/templates/aliases/{alias}", get(templates::alias))
-        .route("/templates/{id}", delete(later::templates))
+        .route("/templates/{id}", delete(snapshots::delete))
         .fallback(fallback)
         .method_not_allowed_fallback(fallback)
         .layer(middleware::from_fn_with_state(state.clone(), require_key));

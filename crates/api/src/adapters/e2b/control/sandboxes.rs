@@ -1,6 +1,6 @@
-//! Create, connect, info, timeout, kill.
+//! Create, info, timeout, kill.
 //!
-//! There are two generations of create and connect. The first makes unsecured sandboxes unless told
+//! There are two generations of create. The first makes unsecured sandboxes unless told
 //! otherwise and lives 15 seconds by default; the second always secures and lives 5 minutes.
 
 use std::{collections::BTreeMap, time::Duration};
@@ -14,8 +14,8 @@ use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use stockade_model::{Sandbox, SandboxId};
-use stockade_service::{CreateSandbox, Principal};
+use stockade_model::{OnTimeout, Sandbox, SandboxId};
+use stockade_service::{CreateSandbox, PauseMode, Principal};
 
 use super::{
     super::{
@@ -23,12 +23,14 @@ use super::{
         access::{OPEN_LABEL, is_secured},
         error::HttpError,
     },
-    JsonResult, parse, sandbox_id,
+    JsonResult,
+    lifecycle::is_paused,
+    parse, sandbox_id,
 };
 use crate::AppState;
 
-const DEFAULT_TIMEOUT_V1: i64 = 15;
-const DEFAULT_TIMEOUT_V2: i64 = 300;
+pub(super) const DEFAULT_TIMEOUT_V1: i64 = 15;
+pub(super) const DEFAULT_TIMEOUT_V2: i64 = 300;
 
 /// Deprecated, but every client demands some text.
 const CLIENT_ID: &str = "stockade";
@@ -66,9 +68,7 @@ impl NewSandbox {
             value.as_ref().is_some_and(|value| !value.is_null() && value != &Value::Object(serde_json::Map::new()))
         };
         let asked = [
-            (self.auto_pause == Some(true), "autoPause", "leave it out or send false: the sandbox ends at its timeout"),
-            (self.auto_pause_memory == Some(false), "autoPauseMemory", "leave it out: there is no auto-pause"),
-            (self.auto_resume.as_ref().is_some_and(|auto| auto.enabled), "autoResume", "leave it out or disable it"),
+            (self.auto_pause_memory == Some(false), "autoPauseMemory", "leave it out: auto-pause keeps the memory"),
             (filled(&self.network), "network", "leave it out: sandboxes have no network beside their previews"),
             (filled(&self.mcp), "mcp", "leave it out and start the server with a command"),
             (filled(&self.iam), "iam", "leave it out and pass what the sandbox needs in envVars"),
@@ -104,6 +104,8 @@ impl NewSandbox {
             lifetime: Duration::from_secs(lifetime),
             metadata,
             env: self.env_vars.unwrap_or_default(),
+            on_timeout: if self.auto_pause == Some(true) { OnTimeout::Pause } else { OnTimeout::Kill },
+            auto_resume: self.auto_resume.is_some_and(|auto| auto.enabled),
             idempotency_key: idempotency_key(headers)?,
             ..CreateSandbox::default()
         })
@@ -111,7 +113,7 @@ impl NewSandbox {
 }
 
 /// `[namespace/]alias[:tag]` as a name of ours: trimmed, lower case, the tag everyone has left out.
-fn template_name(text: &str) -> Result<String, HttpError> {
+pub(super) fn template_name(text: &str) -> Result<String, HttpError> {
     let name = text.trim().to_ascii_lowercase();
     match name.split_once(':') {
         None => Ok(name),
@@ -133,7 +135,7 @@ fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, HttpError> {
     Ok(Some(key.to_owned()))
 }
 
-/// `Sandbox`: what create and connect answer.
+/// `Sandbox`: what create, connect and fork answer.
 #[derive(Serialize)]
 pub(super) struct SandboxReply {
     #[serde(rename = "templateID")]
@@ -153,7 +155,7 @@ pub(super) struct SandboxReply {
 }
 
 impl SandboxReply {
-    fn of(sandbox: &Sandbox) -> Self {
+    pub(super) fn of(sandbox: &Sandbox) -> Self {
         Self {
             template_id: sandbox.template.to_string(),
             sandbox_id: sandbox.id.to_string(),
@@ -210,7 +212,7 @@ impl ListedSandbox {
             memory_mb: sandbox.shape.memory_mib,
             disk_size_mb: sandbox.shape.disk_mib,
             metadata,
-            state: "running",
+            state: if is_paused(sandbox.state) { "paused" } else { "running" },
             envd_version: ENVD_VERSION,
             volume_mounts: [],
         }
@@ -293,7 +295,10 @@ pub(super) async fn info(
         envd_access_token: token(&sandbox),
         allow_internet_access: false,
         domain: None,
-        lifecycle: Lifecycle { auto_resume: false, on_timeout: "kill" },
+        lifecycle: Lifecycle {
+            auto_resume: sandbox.rules.auto_resume,
+            on_timeout: if sandbox.rules.on_timeout == OnTimeout::Kill { "kill" } else { "pause" },
+        },
     }))
 }
 
@@ -304,68 +309,6 @@ pub(super) async fn kill(
 ) -> Result<StatusCode, HttpError> {
     state.service.kill(&who, &sandbox_id(&id)?).await?;
     Ok(StatusCode::NO_CONTENT)
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ConnectSandbox {
-    timeout: Option<i64>,
-    /// False asks for a cold boot of a paused sandbox; one that runs is left as it is either way.
-    #[serde(rename = "memory")]
-    _memory: Option<bool>,
-}
-
-pub(super) async fn connect_v1(
-    state: State<AppState>,
-    who: Extension<Principal>,
-    id: Path<String>,
-    body: Bytes,
-) -> JsonResult<SandboxReply> {
-    let request: ConnectSandbox = parse(&body)?;
-    let timeout = request.timeout.ok_or_else(|| HttpError::bad_request("timeout is missing"))?;
-    connect(state, who, id, timeout).await
-}
-
-pub(super) async fn connect_v2(
-    state: State<AppState>,
-    who: Extension<Principal>,
-    id: Path<String>,
-    body: Bytes,
-) -> JsonResult<SandboxReply> {
-    let request: ConnectSandbox = parse(&body)?;
-    connect(state, who, id, request.timeout.unwrap_or(DEFAULT_TIMEOUT_V2)).await
-}
-
-/// Connecting to a running sandbox only ever extends its life.
-async fn connect(
-    State(state): State<AppState>,
-    Extension(who): Extension<Principal>,
-    Path(id): Path<String>,
-    timeout: i64,
-) -> JsonResult<SandboxReply> {
-    let id = sandbox_id(&id)?;
-    let seconds = u64::try_from(timeout).map_err(|_| HttpError::bad_request("timeout must not be negative"))?;
-    let sandbox = match seconds {
-        0 => live(&state, &who, &id).await?,
-        seconds => state.service.extend(&who, &id, Duration::from_secs(seconds)).await?,
-    };
-    Ok(Json(SandboxReply::of(&sandbox)))
-}
-
-/// The old way to resume; a sandbox that runs is a conflict.
-pub(super) async fn resume(
-    State(state): State<AppState>,
-    Extension(who): Extension<Principal>,
-    Path(id): Path<String>,
-) -> HttpError {
-    let sandbox = match sandbox_id(&id) {
-        Ok(id) => live(&state, &who, &id).await,
-        Err(error) => return error,
-    };
-    match sandbox {
-        Ok(_) => HttpError::new(StatusCode::CONFLICT, format!("sandbox {id} is running already")),
-        Err(error) => error,
-    }
 }
 
 #[derive(Deserialize)]
@@ -380,10 +323,32 @@ pub(super) async fn set_timeout(
     body: Bytes,
 ) -> Result<StatusCode, HttpError> {
     let Timeout { timeout } = parse(&body)?;
+    let id = sandbox_id(&id)?;
     // Zero and below: at once.
-    let lifetime = Duration::from_secs(u64::try_from(timeout).unwrap_or(0));
-    state.service.set_lifetime(&who, &sandbox_id(&id)?, lifetime).await?;
+    let seconds = u64::try_from(timeout).unwrap_or(0);
+    if seconds == 0 {
+        expire(&state, &who, &id).await?;
+    } else {
+        state.service.set_lifetime(&who, &id, Duration::from_secs(seconds)).await?;
+    }
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// What the timeout would do, now. One that is paused has no timeout to run out.
+async fn expire(state: &AppState, who: &Principal, id: &SandboxId) -> Result<(), HttpError> {
+    let sandbox = live(state, who, id).await?;
+    let memory = match sandbox.rules.on_timeout {
+        OnTimeout::Kill => {
+            state.service.set_lifetime(who, id, Duration::ZERO).await?;
+            return Ok(());
+        }
+        OnTimeout::Pause => true,
+        OnTimeout::Stop => false,
+    };
+    if !is_paused(sandbox.state) {
+        state.service.pause(who, id, PauseMode { memory, ..PauseMode::default() }).await?;
+    }
+    Ok(())
 }
 
 #[derive(Deserialize)]
@@ -424,7 +389,7 @@ mod tests {
             r#"{"templateID":"base","timeout":300,"secure":true,"allow_internet_access":true}"#,
             r#"{"templateID":"base","metadata":{},"envVars":{}}"#,
             r#"{"templateID":"base"}"#,
-            r#"{"templateID":"base","autoPause":false,"autoResume":{"enabled":false},"mcp":null,"network":{}}"#,
+            r#"{"templateID":"base","autoPauseMemory":true,"autoPause":false,"autoResume":{"enabled":false},"mcp":null,"network":{}}"#,
             r#"{"templateID":" Base:default ","allow_internet_access":false}"#,
         ] {
             let request = request(json).unwrap_or_else(|error| panic!("{json}: {}", error.message));
@@ -435,9 +400,7 @@ mod tests {
     #[test]
     fn what_cannot_be_honoured_is_refused_by_its_name() {
         for (field, value) in [
-            ("autoPause", "true"),
             ("autoPauseMemory", "false"),
-            ("autoResume", r#"{"enabled":true}"#),
             ("network", r#"{"denyOut":["0.0.0.0/0"]}"#),
             ("mcp", r#"{"x":{}}"#),
             ("iam", r#"{"tokens":{}}"#),
@@ -448,6 +411,15 @@ mod tests {
             assert_eq!(error.status, StatusCode::BAD_REQUEST);
             assert!(error.message.contains(field), "{}", error.message);
         }
+    }
+
+    #[test]
+    fn what_happens_at_the_timeout_is_as_asked_for() {
+        let plain = request(r#"{"templateID":"base"}"#).expect("valid");
+        assert_eq!((plain.on_timeout, plain.auto_resume), (OnTimeout::Kill, false));
+        let pausing = request(r#"{"templateID":"base","autoPause":true,"autoResume":{"enabled":true}}"#);
+        let pausing = pausing.expect("valid");
+        assert_eq!((pausing.on_timeout, pausing.auto_resume), (OnTimeout::Pause, true));
     }
 
     #[test]

@@ -1,0 +1,118 @@
+//! Snapshots, which E2B takes for a kind of template: made from a sandbox, named where a template is named,
+//! and deleted as one.
+
+use axum::{
+    Extension, Json,
+    body::Bytes,
+    extract::{Path, Query, State},
+    response::{IntoResponse, Response},
+};
+use http::{HeaderName, HeaderValue, StatusCode};
+use serde::{Deserialize, Serialize};
+use stockade_model::Snapshot;
+use stockade_service::{Principal, ServiceError, SnapshotFilter, SnapshotRequest, SnapshotScope};
+
+use super::{super::error::HttpError, later, parse, sandbox_id, sandboxes::template_name};
+use crate::AppState;
+
+const MAX_PAGE: u32 = 100;
+
+/// `SnapshotInfo`.
+#[derive(Serialize)]
+pub(super) struct SnapshotInfo {
+    #[serde(rename = "snapshotID")]
+    snapshot_id: String,
+    names: Vec<String>,
+}
+
+impl From<Snapshot> for SnapshotInfo {
+    fn from(snapshot: Snapshot) -> Self {
+        Self { snapshot_id: snapshot.id.to_string(), names: snapshot.name.into_iter().collect() }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NewSnapshot {
+    name: Option<String>,
+    memory: Option<bool>,
+}
+
+pub(super) async fn create(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+    body: Bytes,
+) -> Result<(StatusCode, Json<SnapshotInfo>), HttpError> {
+    let NewSnapshot { name, memory } = parse(&body)?;
+    let request = SnapshotRequest {
+        name: name.as_deref().map(plain_name).transpose()?,
+        labels: std::collections::BTreeMap::new(),
+        scope: if memory.unwrap_or(true) { SnapshotScope::MemoryAndDisk } else { SnapshotScope::DiskOnly },
+        expires_after: None,
+    };
+    let snapshot = state.service.snapshot(&who, &sandbox_id(&id)?, request).await?;
+    Ok((StatusCode::CREATED, Json(snapshot.into())))
+}
+
+/// A name as create will look for it.
+fn plain_name(text: &str) -> Result<String, HttpError> {
+    template_name(text).map_err(|_| {
+        let message = format!("name '{text}' has a tag, which this release of Stockade does not support; leave it out");
+        HttpError::bad_request(message)
+    })
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct ListQuery {
+    #[serde(rename = "sandboxID")]
+    sandbox_id: Option<String>,
+    name: Option<String>,
+    limit: Option<i64>,
+    next_token: Option<String>,
+}
+
+pub(super) async fn list(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Query(query): Query<ListQuery>,
+) -> Result<Response, HttpError> {
+    let limit = match query.limit {
+        None => MAX_PAGE,
+        Some(limit) => u32::try_from(limit)
+            .ok()
+            .filter(|limit| (1..=MAX_PAGE).contains(limit))
+            .ok_or_else(|| HttpError::bad_request(format!("limit is {limit}; 1 to {MAX_PAGE} are possible")))?,
+    };
+    let filter = SnapshotFilter {
+        sandbox: query.sandbox_id.as_deref().map(sandbox_id).transpose()?,
+        name: query.name.as_deref().map(plain_name).transpose()?,
+        limit,
+        cursor: query.next_token.filter(|token| !token.is_empty()),
+        ..SnapshotFilter::default()
+    };
+    let page = state.service.snapshots(&who, &filter).await?;
+    let items: Vec<SnapshotInfo> = page.items.into_iter().map(SnapshotInfo::from).collect();
+    let mut response = Json(items).into_response();
+    let token = page.cursor.and_then(|cursor| HeaderValue::from_str(&cursor).ok());
+    response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
+    Ok(response)
+}
+
+/// `DELETE /templates/{id}`: a snapshot goes, a template cannot yet. A name means what it means in create.
+pub(super) async fn delete(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+) -> Result<StatusCode, HttpError> {
+    let name = template_name(&id)?;
+    match state.service.template(&who, &name).await {
+        Ok(_) => return Err(later::templates()),
+        Err(ServiceError::TemplateNotFound { .. }) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let snapshot = state.service.get_snapshot(&who, &name).await?;
+    state.service.delete_snapshot(&who, &snapshot.id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

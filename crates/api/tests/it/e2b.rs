@@ -1,0 +1,139 @@
+//! E2B's control API: what sandboxes go through beside create and kill.
+
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use crate::support::{Answer, BASE, TestServer};
+
+async fn ask(t: &TestServer, method: Method, path: &str, body: Value) -> Answer {
+    let request = t.client.request(method, t.url(path)).header("Host", format!("api.e2b.{BASE}"));
+    Answer::of(request.header("X-API-Key", &t.key).json(&body)).await
+}
+
+async fn post(t: &TestServer, path: &str, body: Value) -> Answer {
+    ask(t, Method::POST, path, body).await
+}
+
+async fn get(t: &TestServer, path: &str) -> Value {
+    let answer = ask(t, Method::GET, path, json!({})).await;
+    assert_eq!(answer.status, StatusCode::OK, "{path}: {answer:?}");
+    answer.json
+}
+
+/// A sandbox's id.
+async fn create(t: &TestServer, body: Value) -> String {
+    let made = post(t, "/v2/sandboxes", body).await;
+    assert_eq!(made.status, StatusCode::CREATED, "{made:?}");
+    made.json["sandboxID"].as_str().expect("an id").to_owned()
+}
+
+async fn ids(t: &TestServer, state: &str) -> Vec<String> {
+    let list = get(t, &format!("/v2/sandboxes?state={state}")).await;
+    let id = |item: &Value| item["sandboxID"].as_str().expect("an id").to_owned();
+    list.as_array().expect("a list").iter().map(id).collect()
+}
+
+#[tokio::test]
+async fn a_paused_sandbox_is_listed_as_such_and_connect_brings_it_back_under_its_id() {
+    let t = TestServer::start().await;
+    for memory in [true, false] {
+        let id = create(&t, json!({"templateID": "base"})).await;
+        let paused = post(&t, &format!("/sandboxes/{id}/pause"), json!({"memory": memory})).await;
+        assert_eq!(paused.status, StatusCode::NO_CONTENT, "{paused:?}");
+        assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["state"], "paused");
+        assert!(ids(&t, "paused").await.contains(&id) && !ids(&t, "running").await.contains(&id));
+        let again = post(&t, &format!("/sandboxes/{id}/pause"), json!({})).await;
+        assert_eq!(again.status, StatusCode::CONFLICT, "{again:?}");
+        for (path, status) in [("v2/", StatusCode::CREATED), ("v2/", StatusCode::OK), ("", StatusCode::OK)] {
+            let connected = post(&t, &format!("/{path}sandboxes/{id}/connect"), json!({"timeout": 100})).await;
+            assert_eq!((connected.status, &connected.json["sandboxID"]), (status, &json!(id)), "{connected:?}");
+        }
+        assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["state"], "running");
+    }
+}
+
+#[tokio::test]
+async fn resume_is_for_paused_sandboxes_alone_and_memory_that_was_kept_is_not_dropped_in_silence() {
+    let t = TestServer::start().await;
+    let id = create(&t, json!({"templateID": "base"})).await;
+    let resume = format!("/sandboxes/{id}/resume");
+    assert_eq!(post(&t, &resume, json!({})).await.status, StatusCode::CONFLICT);
+    let pause = format!("/sandboxes/{id}/pause");
+    let strict = post(&t, &pause, json!({"requireHealthyGuest": true})).await;
+    assert_eq!(strict.status, StatusCode::BAD_REQUEST);
+    assert!(strict.json["message"].as_str().is_some_and(|text| text.contains("requireHealthyGuest")), "{strict:?}");
+    assert_eq!(post(&t, &pause, json!({})).await.status, StatusCode::NO_CONTENT);
+    for wrong in [json!({"memory": false}), json!({"autoPause": true}), json!({"timeout": 0})] {
+        let refused = post(&t, &resume, wrong).await;
+        assert_eq!(refused.status, StatusCode::BAD_REQUEST, "{refused:?}");
+    }
+    assert_eq!(post(&t, &resume, json!({"timeout": 60})).await.status, StatusCode::CREATED);
+    let unknown = post(&t, "/sandboxes/sbxaaaaaaaaaaaaaaaaaaaa/pause", json!({})).await;
+    assert_eq!(unknown.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn a_timeout_of_zero_does_what_the_timeout_would() {
+    let t = TestServer::start().await;
+    let body = json!({"templateID": "base", "autoPause": true, "autoResume": {"enabled": true}});
+    let id = create(&t, body).await;
+    let lifecycle = get(&t, &format!("/sandboxes/{id}")).await["lifecycle"].clone();
+    assert_eq!(lifecycle, json!({"autoResume": true, "onTimeout": "pause"}));
+    for _ in 0..2 {
+        let ended = post(&t, &format!("/sandboxes/{id}/timeout"), json!({"timeout": 0})).await;
+        assert_eq!(ended.status, StatusCode::NO_CONTENT);
+        assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["state"], "paused");
+    }
+    let plain = create(&t, json!({"templateID": "base"})).await;
+    assert_eq!(
+        get(&t, &format!("/sandboxes/{plain}")).await["lifecycle"],
+        json!({"autoResume": false, "onTimeout": "kill"})
+    );
+    post(&t, &format!("/sandboxes/{plain}/timeout"), json!({"timeout": 0})).await;
+    let gone = ask(&t, Method::GET, &format!("/sandboxes/{plain}"), json!({})).await;
+    assert_eq!(gone.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn forks_are_sandboxes_of_their_own_and_need_a_running_parent() {
+    let t = TestServer::start().await;
+    let id = create(&t, json!({"templateID": "base", "metadata": {"a": "1"}})).await;
+    let fork = format!("/sandboxes/{id}/fork");
+    let forked = post(&t, &fork, json!({"count": 2, "timeout": 60})).await;
+    assert_eq!(forked.status, StatusCode::CREATED, "{forked:?}");
+    let children = forked.json.as_array().expect("a list");
+    assert_eq!(children.len(), 2);
+    for child in children {
+        let child = child["sandbox"]["sandboxID"].as_str().unwrap_or_else(|| panic!("no sandbox: {forked:?}"));
+        assert_ne!(child, id);
+        assert_eq!(get(&t, &format!("/sandboxes/{child}")).await["metadata"], json!({"a": "1"}));
+    }
+    for wrong in [json!({"count": 0}), json!({"count": -1}), json!({"count": 101}), json!({"timeout": 0})] {
+        let refused = post(&t, &fork, wrong).await;
+        assert_eq!(refused.status, StatusCode::BAD_REQUEST, "{refused:?}");
+    }
+    post(&t, &format!("/sandboxes/{id}/pause"), json!({})).await;
+    assert_eq!(post(&t, &fork, json!({})).await.status, StatusCode::CONFLICT);
+}
+
+#[tokio::test]
+async fn a_snapshot_is_listed_started_from_and_deleted_like_a_template() {
+    let t = TestServer::start().await;
+    let id = create(&t, json!({"templateID": "base"})).await;
+    let taken = post(&t, &format!("/sandboxes/{id}/snapshots"), json!({"name": "Mine"})).await;
+    assert_eq!((taken.status, &taken.json["names"]), (StatusCode::CREATED, &json!(["mine"])), "{taken:?}");
+    let snapshot = taken.json["snapshotID"].as_str().expect("an id");
+    let other = create(&t, json!({"templateID": "base"})).await;
+    assert_eq!(get(&t, &format!("/snapshots?sandboxID={id}")).await, json!([taken.json]));
+    assert_eq!(get(&t, "/snapshots?name=mine&limit=1").await, json!([taken.json]));
+    assert_eq!(get(&t, &format!("/snapshots?sandboxID={other}")).await, json!([]));
+    for name in [snapshot, "Mine", &format!("{snapshot}:default")] {
+        create(&t, json!({"templateID": name})).await;
+    }
+    let path = format!("/templates/{snapshot}");
+    assert_eq!(ask(&t, Method::DELETE, &path, json!({})).await.status, StatusCode::NO_CONTENT);
+    assert_eq!(ask(&t, Method::DELETE, &path, json!({})).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(post(&t, "/v2/sandboxes", json!({"templateID": snapshot})).await.status, StatusCode::NOT_FOUND);
+    let template = ask(&t, Method::DELETE, "/templates/base", json!({})).await;
+    assert_eq!(template.status, StatusCode::NOT_IMPLEMENTED);
+}
