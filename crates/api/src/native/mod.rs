@@ -22,9 +22,11 @@ use crate::{ApiError, AppState, auth, auth::Caller};
 mod download;
 mod exec;
 mod files;
+mod lifecycle;
 mod processes;
 mod run;
 mod sandboxes;
+mod snapshots;
 mod stream;
 mod templates;
 mod upload;
@@ -37,6 +39,8 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(version))
         .routes(routes!(openapi_document))
         .merge(sandboxes::routes())
+        .merge(lifecycle::routes())
+        .merge(snapshots::routes())
         .merge(exec::routes())
         .merge(run::routes())
         .merge(processes::routes())

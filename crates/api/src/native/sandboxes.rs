@@ -7,7 +7,7 @@ use axum::{
     http::{HeaderMap, StatusCode},
 };
 use serde::{Deserialize, Serialize};
-use stockade_model::{EndCause, MachineShape, Sandbox, SandboxState};
+use stockade_model::{EndCause, MachineShape, OnTimeout, Sandbox, SandboxState, Tier};
 use stockade_service::{CreateSandbox, ListFilter};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
@@ -37,7 +37,7 @@ pub(super) fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct CreateRequest {
-    /// A template's name or id.
+    /// A template's or a snapshot's name or id; of a name a template comes first, then the newest snapshot.
     #[serde(default = "default_template")]
     #[schema(default = "base")]
     template: String,
@@ -51,6 +51,13 @@ pub(super) struct CreateRequest {
     /// Environment of every process.
     #[serde(default)]
     env: BTreeMap<String, String>,
+    /// What happens when its lifetime is over.
+    #[serde(default)]
+    #[schema(default = "kill")]
+    on_timeout: OnTimeout,
+    /// Whether a request to its guest brings it back from a pause.
+    #[serde(default)]
+    auto_resume: bool,
 }
 
 fn default_template() -> String {
@@ -72,8 +79,8 @@ pub(super) struct LifetimeRequest {
 /// A template, named.
 #[derive(Debug, Serialize, utoipa::ToSchema)]
 pub(super) struct TemplateRef {
-    id: String,
-    name: String,
+    pub(super) id: String,
+    pub(super) name: String,
 }
 
 /// One sandbox.
@@ -83,6 +90,8 @@ pub(super) struct SandboxView {
     id: String,
     template: TemplateRef,
     state: SandboxState,
+    /// Where it is kept while it is paused.
+    tier: Option<Tier>,
     shape: MachineShape,
     metadata: BTreeMap<String, String>,
     #[schema(format = DateTime)]
@@ -90,9 +99,17 @@ pub(super) struct SandboxView {
     /// When it took its first command.
     #[schema(format = DateTime)]
     started_at: Option<String>,
-    /// When it will be ended.
+    /// When its lifetime is over; does not count while it is paused or stopped.
     #[schema(format = DateTime)]
     deadline: String,
+    /// What happens then.
+    on_timeout: OnTimeout,
+    /// Whether a request to its guest brings it back from a pause.
+    auto_resume: bool,
+    /// The sandbox it was forked from.
+    parent: Option<String>,
+    /// The snapshot it came from.
+    snapshot: Option<String>,
     /// Set once it has ended.
     ending: Option<EndingView>,
 }
@@ -119,11 +136,16 @@ impl From<Sandbox> for SandboxView {
             id: sandbox.id.to_string(),
             template: TemplateRef { id: sandbox.template.to_string(), name: sandbox.template_name },
             state: sandbox.state,
+            tier: sandbox.tier,
             shape: sandbox.shape,
             metadata: sandbox.metadata,
             created_at: show_time(sandbox.created_at),
             started_at: sandbox.started_at.map(show_time),
             deadline: show_time(sandbox.deadline),
+            on_timeout: sandbox.rules.on_timeout,
+            auto_resume: sandbox.rules.auto_resume,
+            parent: sandbox.lineage.parent.map(|parent| parent.to_string()),
+            snapshot: sandbox.lineage.snapshot.map(|snapshot| snapshot.to_string()),
             ending,
         }
     }
@@ -138,7 +160,7 @@ pub(super) struct SandboxPage {
 }
 
 /// A lifetime the service can judge.
-fn lifetime(seconds: f64) -> Result<Duration, ApiError> {
+pub(super) fn lifetime(seconds: f64) -> Result<Duration, ApiError> {
     if seconds.is_nan() || seconds < 0.0 {
         return Err(ApiError::invalid("lifetime_seconds must not be negative"));
     }
@@ -175,6 +197,8 @@ async fn create(
         lifetime: lifetime(request.lifetime_seconds)?,
         metadata: request.metadata,
         env: request.env,
+        on_timeout: request.on_timeout,
+        auto_resume: request.auto_resume,
         idempotency_key: idempotency_key(&headers)?,
         ..CreateSandbox::default()
     };

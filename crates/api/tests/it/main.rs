@@ -6,6 +6,7 @@ mod errors;
 mod exec;
 mod files;
 mod hosts;
+mod lifecycle;
 mod sandboxes;
 mod support;
 mod tls;
