@@ -82,6 +82,14 @@ pub(crate) enum Command {
     Kill(Kill),
     /// Move a sandbox's deadline, only ever later
     Extend(Extend),
+    /// Halt a sandbox and keep it, memory and disk
+    Pause(Pause),
+    /// Bring a paused or stopped sandbox back
+    Resume(Resume),
+    /// Take a snapshot of a running sandbox and print its id, a template for `create` and `run`
+    Snapshot(Snapshot),
+    /// Make copies of a running sandbox, memory and disk included, and print their ids
+    Fork(Fork),
     /// Show templates
     #[command(subcommand)]
     Template(Template),
@@ -316,6 +324,55 @@ pub(crate) struct Extend {
     /// Seconds from now
     #[arg(value_parser = seconds)]
     pub(crate) seconds: f64,
+}
+
+/// `stockade pause`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Pause {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// Keep the disk alone; processes end and the sandbox boots when it is resumed
+    #[arg(long, conflicts_with = "standby")]
+    pub(crate) disk_only: bool,
+    /// Keep the halted machine in memory: back in milliseconds
+    #[arg(long)]
+    pub(crate) standby: bool,
+}
+
+/// `stockade resume`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Resume {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// Seconds it may live from then [default: what was left of its lifetime]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub(crate) lifetime: Option<f64>,
+}
+
+/// `stockade snapshot`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Snapshot {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// A name; the newest snapshot of a name is meant by it
+    #[arg(long)]
+    pub(crate) name: Option<String>,
+    /// Keep the disk alone; what is made from it boots
+    #[arg(long)]
+    pub(crate) disk_only: bool,
+}
+
+/// `stockade fork`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Fork {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// How many copies; if one cannot be made, none is
+    #[arg(long, short = 'n', value_name = "N", default_value_t = 1)]
+    pub(crate) count: u32,
+    /// Seconds each may live [default: as long as the sandbox was to]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub(crate) lifetime: Option<f64>,
 }
 
 /// `stockade template`

@@ -48,6 +48,14 @@ pub(crate) struct Sandbox {
     other: BTreeMap<String, Value>,
 }
 
+/// A snapshot.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Snapshot {
+    pub(crate) id: String,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
 /// What a sandbox was made from.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct TemplateName {

@@ -18,6 +18,7 @@ mod attend;
 mod cp;
 pub(crate) mod env;
 mod exec;
+mod lifecycle;
 mod run;
 mod sandboxes;
 mod template;
@@ -61,6 +62,10 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Info(args) => sandboxes::info(&context(&common)?, args).await,
         Command::Logs(args) => sandboxes::logs(&context(&common)?, args).await,
         Command::Extend(args) => sandboxes::extend(&context(&common)?, args).await,
+        Command::Pause(args) => lifecycle::pause(&context(&common)?, args).await,
+        Command::Resume(args) => lifecycle::resume(&context(&common)?, args).await,
+        Command::Snapshot(args) => lifecycle::snapshot(&context(&common)?, args).await,
+        Command::Fork(args) => lifecycle::fork(&context(&common)?, args).await,
         Command::Cp(args) => cp::cp(&context(&common)?, args).await,
         Command::Template(args) => template::template(&context(&common)?, args).await,
         Command::Version => version::version(&common, ui).await,

@@ -11,7 +11,7 @@ use crate::{
     ui::{printable, table},
 };
 
-const ALL_STATES: &str = "creating,running,failed,killing,gone";
+const ALL_STATES: &str = "creating,running,pausing,paused,resuming,stopped,failed,killing,gone";
 
 pub(super) async fn create(context: &Context, args: Create) -> Result<(), Failure> {
     let request = CreateRequest {

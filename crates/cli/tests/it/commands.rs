@@ -66,3 +66,25 @@ async fn templates_and_versions_are_told() {
     let version: Value = serde_json::from_str(&server.ok(&["version", "--json"]).await).expect("JSON");
     assert_eq!(version["server"]["engine"]["name"], "fake");
 }
+
+#[tokio::test]
+async fn a_sandbox_is_paused_resumed_forked_and_started_from_its_snapshot() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    for (arguments, state) in [(&["--standby"][..], "paused"), (&[], "paused"), (&["--disk-only"], "stopped")] {
+        let pause = [&["pause", &id], arguments].concat();
+        assert_eq!(server.ok(&pause).await.trim(), state);
+        assert_eq!(server.ok(&["ls", "-q", "--state", state]).await, format!("{id}\n"));
+        assert!(server.ok(&["resume", &id, "--lifetime", "60"]).await.starts_with("deadline "));
+        assert_eq!(server.ok(&["ls", "-q", "--state", "running"]).await, format!("{id}\n"));
+    }
+    let snapshot = server.ok(&["snapshot", &id, "--name", "mine"]).await.trim().to_owned();
+    for name in [snapshot.as_str(), "mine"] {
+        let made: Value =
+            serde_json::from_str(&server.ok(&["create", "--template", name, "--json"]).await).expect("JSON");
+        assert_eq!(made["snapshot"], snapshot.as_str());
+    }
+    let children = server.ok(&["fork", &id, "--count", "2"]).await;
+    assert_eq!(children.lines().filter(|child| child.starts_with("sbx") && *child != id).count(), 2, "{children}");
+    assert_eq!(server.ok(&["ls", "-q"]).await.lines().count(), 5);
+}

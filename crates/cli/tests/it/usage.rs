@@ -9,8 +9,8 @@ async fn help_names_every_command() {
     let ran = run(stockade(&["--help"]), b"").await;
     assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));
     for command in [
-        "up", "run", "create", "ls", "info", "exec", "shell", "cp", "logs", "kill", "extend", "template", "doctor",
-        "bench", "version", "env",
+        "up", "run", "create", "ls", "info", "exec", "shell", "cp", "logs", "kill", "extend", "pause", "resume",
+        "snapshot", "fork", "template", "doctor", "bench", "version", "env",
     ] {
         assert!(ran.stdout.lines().any(|line| line.trim_start().starts_with(&format!("{command} "))), "{command}");
     }
