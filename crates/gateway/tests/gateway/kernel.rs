@@ -102,7 +102,7 @@ impl Namespace {
     }
 
     async fn curl(&self, arguments: &[&str]) -> (i32, String) {
-        let common = ["curl", "-sS", "--max-time", "20", "--cacert", &self.ca];
+        let common = ["curl", "-sS", "--max-time", "300", "--cacert", &self.ca];
         self.run(&[&common, arguments].concat()).await
     }
 }
