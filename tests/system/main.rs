@@ -3,6 +3,7 @@
 mod base_template;
 mod cpython;
 mod e2b_sdk;
+mod field_cases;
 mod kill_minus_nine;
 mod lua;
 mod run;
