@@ -332,10 +332,10 @@ pub(crate) struct Pause {
     /// The sandbox's id
     pub(crate) sandbox: String,
     /// Keep the disk alone; processes end and the sandbox boots when it is resumed
-    #[arg(long, conflicts_with = "standby")]
+    #[arg(long, conflicts_with = "standby", env = "STOCKADE_DISK_ONLY", value_parser = FalseyValueParser::new())]
     pub(crate) disk_only: bool,
     /// Keep the halted machine in memory: back in milliseconds
-    #[arg(long)]
+    #[arg(long, env = "STOCKADE_STANDBY", value_parser = FalseyValueParser::new())]
     pub(crate) standby: bool,
 }
 
@@ -345,7 +345,7 @@ pub(crate) struct Resume {
     /// The sandbox's id
     pub(crate) sandbox: String,
     /// Seconds it may live from then [default: what was left of its lifetime]
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
 }
 
@@ -355,10 +355,10 @@ pub(crate) struct Snapshot {
     /// The sandbox's id
     pub(crate) sandbox: String,
     /// A name; the newest snapshot of a name is meant by it
-    #[arg(long)]
+    #[arg(long, env = "STOCKADE_SNAPSHOT_NAME")]
     pub(crate) name: Option<String>,
     /// Keep the disk alone; what is made from it boots
-    #[arg(long)]
+    #[arg(long, env = "STOCKADE_DISK_ONLY", value_parser = FalseyValueParser::new())]
     pub(crate) disk_only: bool,
 }
 
@@ -368,10 +368,10 @@ pub(crate) struct Fork {
     /// The sandbox's id
     pub(crate) sandbox: String,
     /// How many copies; if one cannot be made, none is
-    #[arg(long, short = 'n', value_name = "N", default_value_t = 1)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_COUNT", default_value_t = 1)]
     pub(crate) count: u32,
     /// Seconds each may live [default: as long as the sandbox was to]
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
 }
 
