@@ -43,9 +43,18 @@ pub(super) fn set_up() -> Result<(), InitError> {
     // SAFETY: as above.
     check(unsafe { libc::setrlimit(libc::RLIMIT_NPROC, &raw const unlimited) }.into())
         .map_err(cannot("lift the limit of processes"))?;
+    be_patient().map_err(cannot("set the agent's scheduling"))?;
     // SAFETY: umask has no preconditions.
     unsafe { libc::umask(0o022) };
     Ok(())
+}
+
+/// The agent's weight would have it interrupt a program at each of its writes, and both would spend their time taking
+/// turns. A batch task is scheduled when the program waits, ends, or has had its slice.
+fn be_patient() -> io::Result<()> {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: `parameters` lives over the call.
+    check(unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters) }.into()).map(drop)
 }
 
 /// Writes a file where there is none, or only a link that leads nowhere.

@@ -44,34 +44,6 @@ pub(super) enum Ended {
     Signal(i32),
 }
 
-/// Reads that follow one another this fast, this often, are a stream: reading a little later then gets more at
-/// once. (Woken for each of a program's small writes, the agent would take turns with it and both would
-/// be slow.)
-const STREAM_GAP: Duration = Duration::from_millis(4);
-const STREAM_READS: u32 = 16;
-const STREAM_PAUSE: Duration = Duration::from_millis(1);
-
-/// Tells a stream from a conversation.
-struct Pace {
-    last: Instant,
-    quick_reads: u32,
-}
-
-impl Pace {
-    fn new() -> Self {
-        Self { last: Instant::now(), quick_reads: 0 }
-    }
-
-    /// A read gave this many bytes: whether to pause before the next.
-    fn is_stream(&mut self, length: usize) -> bool {
-        let now = Instant::now();
-        let is_quick = length < PIECE && now - self.last < STREAM_GAP;
-        self.last = now;
-        self.quick_reads = if is_quick { self.quick_reads + 1 } else { 0 };
-        self.quick_reads > STREAM_READS
-    }
-}
-
 /// One descriptor a process writes to.
 pub(super) struct Source {
     pub(super) output: Output,
@@ -96,8 +68,6 @@ pub(super) async fn run(
     let mut timed_out = false;
     let deadline = sleep_until(time.map_or_else(Instant::now, |time| Instant::now() + time));
     tokio::pin!(deadline);
-    let mut pace = Pace::new();
-    let mut pause: Option<Instant> = None;
     let ended = loop {
         let has_room = process.log.has_room();
         tokio::select! {
@@ -108,18 +78,8 @@ pub(super) async fn run(
                 process.kill_everything();
             }
             () = process.log.room(), if !has_room => {}
-            () = sleep_until(pause.unwrap_or_else(Instant::now)), if pause.is_some() => pause = None,
-            () = any_readable(&sources), if has_room && !sources.is_empty() && pause.is_none() => {
-                let mut length = 0;
-                sources.retain(|source| match read(source, PIECE, &process) {
-                    Ok(Read::Bytes(read)) => {
-                        length += read;
-                        true
-                    }
-                    Ok(Read::Nothing) => true,
-                    Ok(Read::End) | Err(_) => false,
-                });
-                pause = pace.is_stream(length).then(|| Instant::now() + STREAM_PAUSE);
+            () = any_readable(&sources), if has_room && !sources.is_empty() => {
+                sources.retain(|source| !matches!(read(source, PIECE, &process), Ok(Read::End) | Err(_)));
             }
         }
     };

@@ -284,8 +284,10 @@ impl<'a> Raw<'a> {
 /// SAFETY: only in the child of a fork.
 unsafe fn lower_reserves() {
     let files = libc::rlimit { rlim_cur: 1024, rlim_max: 524_288 };
+    let scheduling = libc::sched_param { sched_priority: 0 };
     // SAFETY: plain system calls on live memory.
     unsafe {
+        libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const scheduling);
         libc::setrlimit(libc::RLIMIT_NOFILE, &raw const files);
         let fd = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
         if fd >= 0 {
