@@ -6,11 +6,17 @@ use super::{InitError, cannot, say};
 use crate::process::{AGENT_GROUP, USER_GROUP};
 
 const ROOT: &str = "/sys/fs/cgroup";
-/// Memory the users' processes cannot have.
+/// Memory the users' processes cannot have, of what is free once the kernel and the agent run. Their
+/// group has to run out before the machine does: its out-of-memory killer works among them alone.
 const RESERVE: u64 = 48 << 20;
 /// Of it, what is never taken from the agent.
 const AGENT_MEMORY: u64 = 32 << 20;
 const AGENT_WEIGHT: &str = "10000";
+const MIN_TASKS: u64 = 256;
+const MAX_TASKS: u64 = 24_000;
+/// Memory a process or thread takes at least, so that the number of them is bounded before memory is
+/// exhausted: a fork bomb that thrashes is worse than one that fails.
+const TASK_MEMORY: u64 = 512 << 10;
 
 pub(super) fn set_up() -> Result<(), InitError> {
     for controller in ["cpu", "memory", "pids", "io"] {
@@ -25,11 +31,14 @@ pub(super) fn set_up() -> Result<(), InitError> {
     fs::write(format!("{AGENT_GROUP}/cgroup.procs"), "1").map_err(cannot("move the agent to its cgroup"))?;
     set(AGENT_GROUP, "memory.min", &AGENT_MEMORY.to_string());
     set(AGENT_GROUP, "cpu.weight", AGENT_WEIGHT);
-    // Each process's group counts its own out-of-memory kills.
-    set(USER_GROUP, "cgroup.subtree_control", "+memory");
-    let total = memory_total();
-    set(USER_GROUP, "memory.max", &total.saturating_sub(RESERVE).max(total / 2).to_string());
-    set(USER_GROUP, "pids.max", &pids_max().to_string());
+    // Each process's group counts its own out-of-memory kills, gets its share of the processor however many
+    // it is, and cannot have all of the users' tasks: a later command still finds some.
+    set(USER_GROUP, "cgroup.subtree_control", "+memory +cpu +pids");
+    let memory = memory_available();
+    let memory = memory.saturating_sub(RESERVE).max(memory / 2);
+    let tasks = (memory / TASK_MEMORY).clamp(MIN_TASKS, MAX_TASKS);
+    set(USER_GROUP, "memory.max", &memory.to_string());
+    set(USER_GROUP, "pids.max", &tasks.to_string());
     Ok(())
 }
 
@@ -39,15 +48,8 @@ fn set(group: &str, file: &str, value: &str) {
     }
 }
 
-fn memory_total() -> u64 {
+fn memory_available() -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     line.and_then(|rest| rest.split_ascii_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) << 10
-}
-
-/// Three quarters of what the kernel would allow in all: the rest is for the kernel and the agent.
-fn pids_max() -> u64 {
-    let most = fs::read_to_string("/proc/sys/kernel/threads-max").unwrap_or_default();
-    let most: u64 = most.trim().parse().unwrap_or(2048);
-    (most / 4 * 3).clamp(256, 24_000)
 }

@@ -3,7 +3,8 @@
 //! ```text
 //! /sys/fs/cgroup/agent          memory.min, high cpu.weight
 //! /sys/fs/cgroup/user           memory.max = total - reserve, pids.max
-//! /sys/fs/cgroup/user/p<n>      one process and all its descendants, whatever sessions they make
+//! /sys/fs/cgroup/user/p<n>      one process and all its descendants, whatever sessions they make; pids.max is
+//!                               four fifths of the users'
 //! ```
 
 use std::{
@@ -27,6 +28,8 @@ pub(crate) const USER_GROUP: &str = "/sys/fs/cgroup/user";
 /// Makes groups for processes.
 pub(crate) struct Cgroups {
     next: AtomicU64,
+    /// How many tasks one process's group may hold, as text; `None` where the kernel does not count.
+    tasks: Option<String>,
     /// Groups whose process has ended but that still held descendants when it did.
     left: Mutex<Vec<PathBuf>>,
 }
@@ -40,7 +43,9 @@ pub(crate) struct Cgroup {
 impl Cgroups {
     /// `None` where init has made no group for users.
     pub(crate) fn open() -> Option<Self> {
-        Path::new(USER_GROUP).is_dir().then(|| Self { next: AtomicU64::new(1), left: Mutex::default() })
+        let all = fs::read_to_string(format!("{USER_GROUP}/pids.max")).ok();
+        let tasks = all.and_then(|all| all.trim().parse::<u64>().ok()).map(|all| (all / 5 * 4).to_string());
+        Path::new(USER_GROUP).is_dir().then(|| Self { next: AtomicU64::new(1), tasks, left: Mutex::default() })
     }
 
     /// Makes a group for a process to be born into.
@@ -48,6 +53,9 @@ impl Cgroups {
         let path = Path::new(USER_GROUP).join(format!("p{}", self.next.fetch_add(1, Ordering::Relaxed)));
         fs::create_dir(&path)?;
         let directory = open(&path, OFlag::O_DIRECTORY | OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
+        if let Some(tasks) = &self.tasks {
+            fs::write(path.join("pids.max"), tasks)?;
+        }
         Ok(Cgroup { path, directory })
     }
 
