@@ -184,3 +184,27 @@ async fn stats_are_plausible() {
     assert!(stats.disk_used > 0 && stats.disk_used <= stats.disk_total);
     guest.client.sync().await.expect("synced");
 }
+
+#[tokio::test]
+async fn rubbish_on_the_link_ends_its_session_and_nothing_else() {
+    let guest = Guest::start().await;
+    let (mut host, agent_end) = UnixStream::pair().expect("a socket pair");
+    tokio::spawn(stockade_guest::serve(agent_end, guest.agent.clone()));
+    let mut state = 0x2545_f491_u32;
+    for round in 0..20u8 {
+        let mut epoch = [round; 16];
+        epoch[0] = 0xaa;
+        host.write_all(&Hello::new(epoch).encode()).await.expect("sent");
+        host.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.expect("sent");
+        let rubbish: Vec<u8> = std::iter::repeat_with(|| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        })
+        .take(2000)
+        .collect();
+        host.write_all(&rubbish).await.expect("sent");
+    }
+    let client = GuestClient::open(host, Duration::from_secs(20)).await.expect("a new session");
+    assert_eq!(client.health().await.expect("answers").protocol, PROTOCOL);
+    assert_eq!(guest.shell("echo ok").await.text(), "ok\n");
+}

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! /sys/fs/cgroup/agent          memory.min, high cpu.weight
-//! /sys/fs/cgroup/user           memory.max = total - reserve, pids.max
+//! /sys/fs/cgroup/user           memory.max = what is free at boot - reserve, pids.max
 //! /sys/fs/cgroup/user/p<n>      one process and all its descendants, whatever sessions they make; pids.max is
 //!                               four fifths of the users'
 //! ```

@@ -146,7 +146,8 @@ impl Watch {
                 Err(_) => return false,
             };
             let Some(mut tree) = self.tree.take() else { return false };
-            let work = bulk::run_as(&self.account, move || {
+            // At once where it can be: what comes and goes in a new directory before that is watched is lost.
+            let work = bulk::quick_as(&self.account, move || {
                 let events = tree.digest(&raw);
                 Ok((tree, events))
             });
