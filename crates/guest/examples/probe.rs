@@ -1,7 +1,7 @@
 //! Talks to an agent behind a unix socket (QEMU's link chardev) and measures it.
 //!
 //! `probe SOCKET run COMMAND...` | `probe SOCKET bench [ROUNDS]` |
-//! `probe SOCKET repeat ROUNDS PROGRAM...` | `probe SOCKET identity`
+//! `probe SOCKET write PATH TEXT [atomic]` | `probe SOCKET read PATH` | `probe SOCKET repeat ROUNDS PROGRAM...` | `probe SOCKET identity`
 
 use std::{
     error::Error,
@@ -34,6 +34,8 @@ async fn main() -> Outcome<()> {
     match verb.as_str() {
         "run" => run(&client, rest).await,
         "bench" => bench(&client, rest.first().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)).await,
+        "write" => write_text(&client, rest).await,
+        "read" => read_text(&client, rest).await,
         "repeat" => repeat(&client, rest).await,
         "identity" => identity(&client).await,
         other => Err(format!("no {other}").into()),
@@ -157,6 +159,29 @@ async fn write(client: &GuestClient, path: &str, size: usize) -> Outcome<()> {
     let pieces = vec![piece; size.div_ceil(64 << 10)];
     let request = WriteFile { path: path.to_owned(), ..WriteFile::default() };
     client.write_file(&request, Box::pin(futures::stream::iter(pieces.into_iter().map(Ok)))).await?;
+    Ok(())
+}
+
+async fn write_text(client: &GuestClient, words: Vec<String>) -> Outcome<()> {
+    let [path, text, ..] = words.as_slice() else { return Err("write PATH TEXT".into()) };
+    let request = WriteFile {
+        path: path.clone(),
+        user: std::env::var("PROBE_USER").ok(),
+        atomic: words.len() > 2,
+        ..WriteFile::default()
+    };
+    let text = bytes::Bytes::from(text.clone());
+    println!("{:?}", client.write_file(&request, Box::pin(futures::stream::iter([Ok(text)]))).await?);
+    Ok(())
+}
+
+async fn read_text(client: &GuestClient, words: Vec<String>) -> Outcome<()> {
+    let path = words.into_iter().next().ok_or("read PATH")?;
+    let request = ReadFile { path, user: std::env::var("PROBE_USER").ok(), ..ReadFile::default() };
+    let mut file = client.read_file(&request).await?;
+    while let Some(piece) = file.body.next().await {
+        print!("{}", String::from_utf8_lossy(&piece?));
+    }
     Ok(())
 }
 
