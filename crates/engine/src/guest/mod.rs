@@ -25,8 +25,9 @@ use crate::EngineError;
 use session::{RequestBody, Session, broken, within};
 use streams::{Answer, ChannelBody, EventReader, Port, StreamBody};
 
-/// How long the agent may take to answer at all.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// How long the agent may take to answer at all. An emulated guest that starts fifty commands at once was seen
+/// to need more than ten seconds.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// After this silence the agent is asked for a sign of life before a process is started, so that "not
 /// started" can be said for certain when there is none.
 const SILENCE: Duration = Duration::from_secs(2);

@@ -44,7 +44,8 @@ const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 const MAX_FRAME: u32 = 64 << 10;
 /// Asks a silent agent for a sign of life, only while requests are under way: idle guests stay idle.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-const PING_PATIENCE: Duration = Duration::from_secs(10);
+/// Long enough for a guest that works hard on a host that does, too: a lost session cuts every stream in it.
+const PING_PATIENCE: Duration = Duration::from_secs(60);
 
 /// A session. Its tasks end when the last user of its streams has gone, or when it is cut.
 pub(super) struct Session {
