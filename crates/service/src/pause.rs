@@ -33,12 +33,12 @@ impl Owner {
     /// From running, or deeper from standby.
     pub(crate) async fn put_down(&mut self, machine: Arc<dyn Machine>, target: Target) -> Moved {
         match target {
-            Target::Standby => self.to_standby(machine).await,
-            Target::Hibernated | Target::Stopped => self.to_saved(machine, target).await,
+            Target::Standby => self.enter_standby(machine).await,
+            Target::Hibernated | Target::Stopped => self.enter_saved(machine, target).await,
         }
     }
 
-    async fn to_standby(&mut self, machine: Arc<dyn Machine>) -> Moved {
+    async fn enter_standby(&mut self, machine: Arc<dyn Machine>) -> Moved {
         let core = Arc::clone(&self.core);
         self.show_as(SandboxState::Pausing);
         let cancel = CancellationToken::new();
@@ -62,7 +62,7 @@ impl Owner {
         Ok(Place::Standby(machine))
     }
 
-    async fn to_saved(&mut self, machine: Arc<dyn Machine>, target: Target) -> Moved {
+    async fn enter_saved(&mut self, machine: Arc<dyn Machine>, target: Target) -> Moved {
         let core = Arc::clone(&self.core);
         let before = self.sandbox.clone();
         let saved = SnapshotId::random();

@@ -32,12 +32,12 @@ impl Owner {
     /// `standby`: the halted machine; else there is saved state.
     pub(crate) async fn resume(&mut self, standby: Option<Arc<dyn Machine>>, lifetime: Option<Duration>) -> Moved {
         match standby {
-            Some(machine) => self.from_standby(machine, lifetime).await,
-            None => self.from_saved(lifetime).await,
+            Some(machine) => self.leave_standby(machine, lifetime).await,
+            None => self.leave_saved(lifetime).await,
         }
     }
 
-    async fn from_standby(&mut self, machine: Arc<dyn Machine>, lifetime: Option<Duration>) -> Moved {
+    async fn leave_standby(&mut self, machine: Arc<dyn Machine>, lifetime: Option<Duration>) -> Moved {
         let core = Arc::clone(&self.core);
         let template = match self.template().await {
             Ok(template) => template,
@@ -65,7 +65,7 @@ impl Owner {
         Ok(Place::Running(machine))
     }
 
-    async fn from_saved(&mut self, lifetime: Option<Duration>) -> Moved {
+    async fn leave_saved(&mut self, lifetime: Option<Duration>) -> Moved {
         let core = Arc::clone(&self.core);
         let saved = self.sandbox.saved.clone().expect("a sandbox without a machine is saved");
         let has_memory = self.sandbox.tier.is_some();
