@@ -108,6 +108,22 @@ pub trait Engine: Send + Sync + 'static {
         Err(EngineError::no_snapshots(self.info().name))
     }
 
+    /// Boots a machine cold from a snapshot's disk, whatever else the snapshot holds and whatever emulator and
+    /// kernel it was taken with: the way out where [`Engine::start_from_snapshot`] finds a mismatch. The
+    /// machine is running when this returns. A disk that was taken with memory is as after a power failure.
+    ///
+    /// # Errors
+    /// As for [`Engine::start_from_snapshot`], but for what only memory needs.
+    async fn boot_from_snapshot(
+        &self,
+        machine: &MachineId,
+        template: &std::path::Path,
+        snapshot: &std::path::Path,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        let _ = (machine, template, snapshot);
+        Err(EngineError::no_snapshots(self.info().name))
+    }
+
     /// Whether a snapshot directory is whole and was made by this very emulator, machine type and kernel.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use stockade_engine::{
     qemu::{AcceleratorChoice, QemuEngine},
 };
 use stockade_model::{Accelerator, MachineId};
-use support::{DataDir, Rig, config, error_text, hello};
+use support::{DataDir, Rig, config, error_text, hello, in_a_server_that_crashes};
 
 fn nothing() -> BTreeSet<MachineId> {
     BTreeSet::new()
@@ -348,15 +348,6 @@ async fn write(guest: &GuestClient, path: &str, bytes: &[u8]) -> Result<(), Engi
     let request = WriteFile { path: path.to_owned(), user, ..WriteFile::default() };
     let body = futures::stream::iter([Ok(bytes::Bytes::copy_from_slice(bytes))]);
     guest.write_file(&request, Box::pin(body)).await.map(drop)
-}
-
-/// Runs something in a runtime of its own and drops all of it, as a crash would: connections close, no
-/// destructor of a machine gets to do anything.
-fn in_a_server_that_crashes<T>(work: impl Future<Output = T>) -> T {
-    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-    let result = runtime.block_on(work);
-    runtime.shutdown_background();
-    result
 }
 
 /// Which memory an emulator's guest lives on.

@@ -86,6 +86,9 @@ pub struct Limits {
     pub reserve_mib: u64,
     /// Disk that must stay free for a machine to be started, in MiB.
     pub disk_reserve_mib: u64,
+    /// What all snapshots that are being taken may hold in memory together, in MiB; others are written to
+    /// their files while the machine stands still, which takes longer.
+    pub snapshot_buffers_mib: u32,
     /// Processes and threads of one emulator.
     pub processes: u64,
     /// Processor time of the emulator's own work, in hundredths of a processor, over that of its guest.
@@ -106,6 +109,7 @@ impl Default for Limits {
             overhead_mib: 192,
             reserve_mib: 256,
             disk_reserve_mib: 512,
+            snapshot_buffers_mib: 512,
             processes: 128,
             cpu_margin_percent: 50,
             command_patience: Duration::from_secs(30),
@@ -127,8 +131,6 @@ impl Limits {
     }
 }
 
-/// What snapshots being taken may hold in memory together; others write to their files at once.
-const SNAPSHOT_BUFFERS_MIB: usize = 512;
 const FIRMWARE_DIRS: [&str; 3] = ["/usr/share/qemu", "/usr/share/seabios", "/usr/local/share/qemu"];
 const MODULE_DIRS: [&str; 3] = ["/usr/lib/x86_64-linux-gnu/qemu", "/usr/lib64/qemu", "/usr/lib/qemu"];
 const TCG_MODULE: &str = "accel-tcg-x86_64.so";
@@ -179,9 +181,9 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
             initramfs_digest: digest(&initramfs)?,
             tsc_khz: None,
         },
-        limits: config.limits,
         booting: Mutex::default(),
-        snapshot_buffers: Arc::new(Semaphore::new(SNAPSHOT_BUFFERS_MIB)),
+        snapshot_buffers: Arc::new(Semaphore::new(config.limits.snapshot_buffers_mib as usize)),
+        limits: config.limits,
         checked_layers: CheckedLayers::default(),
         machines_dir,
         kernel,

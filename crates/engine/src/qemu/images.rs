@@ -55,6 +55,15 @@ pub(crate) struct SnapshotImage {
     pub(crate) runs: Vec<Run>,
     pub(crate) pages: File,
     whole: OnceCell<Arc<SealedMemory>>,
+    /// One more holder for each machine.
+    machines: Arc<()>,
+}
+
+/// Held by a machine that was started from a snapshot.
+#[derive(Clone, Debug)]
+pub(crate) struct ImageUse {
+    _image: Arc<SnapshotImage>,
+    _counted: Arc<()>,
 }
 
 /// How a machine gets a snapshot's pages.
@@ -96,22 +105,23 @@ async fn load(directory: PathBuf, manifest: SnapshotManifest) -> Result<Arc<Snap
         let pages = File::open(&path).map_err(EngineError::host(format!("open {}", path.display())))?;
         manifest.check_file(&directory, PAGES)?;
         tracing::debug!(snapshot = %directory.display(), ms = millis(begin.elapsed()), "snapshot's memory checked");
-        Ok(Arc::new(SnapshotImage { manifest, runs, pages, whole: OnceCell::new() }))
+        Ok(Arc::new(SnapshotImage { manifest, runs, pages, whole: OnceCell::new(), machines: Arc::new(()) }))
     };
     let result = tokio::task::spawn_blocking(work).await;
     result.map_err(|error| EngineError::host("check the snapshot")(std::io::Error::other(error)))?
 }
 
 impl SnapshotImage {
-    /// Decides how one more machine gets the pages; `self` is held by each machine there is.
-    pub(crate) async fn supply(self: &Arc<Self>, base: &Arc<SealedMemory>) -> Result<Supply, EngineError> {
-        // One holder is the list of snapshots in use, one is the caller.
-        let machines = Arc::strong_count(self).saturating_sub(2) as u64;
+    /// Decides how one more machine gets the pages, and counts it.
+    pub(crate) async fn supply(self: &Arc<Self>, base: &Arc<SealedMemory>) -> Result<(Supply, ImageUse), EngineError> {
+        let used = ImageUse { _image: self.clone(), _counted: self.machines.clone() };
+        // Those before this one: it is counted already, and one holder is the image itself.
+        let machines = Arc::strong_count(&self.machines).saturating_sub(2) as u64;
         if self.whole.get().is_none() && machines * self.manifest.memory_bytes() <= base.used_bytes() {
-            return Ok(Supply::Injected);
+            return Ok((Supply::Injected, used));
         }
         let whole = self.whole.get_or_try_init(|| self.make_whole(base.clone())).await?;
-        Ok(Supply::Whole(whole.clone()))
+        Ok((Supply::Whole(whole.clone()), used))
     }
 
     async fn make_whole(self: &Arc<Self>, base: Arc<SealedMemory>) -> Result<Arc<SealedMemory>, EngineError> {

@@ -3,7 +3,7 @@
 //! A task per machine watches for its end and is the only one to say how it ended; everybody else
 //! waits for what it says.
 //!
-//! `resume`, `pause` and `snapshot` take turns: a snapshot halts the machine and lets it go on by itself.
+//! Snapshots of one machine take turns, and `resume` and `pause` wait while one has the machine halted.
 
 use std::{
     path::Path,
@@ -26,7 +26,7 @@ use tokio::{
 use super::{
     Host,
     cgroup::Cgroup,
-    images::SnapshotImage,
+    images::ImageUse,
     launch::{Launched, SHOWN_LINES},
     link_gate::LinkGate,
     machine_dir::{LINK, MachineDir, Processes, Record},
@@ -59,6 +59,8 @@ pub(crate) struct Inner {
     pub(crate) gate: Arc<LinkGate>,
     /// Taken by whoever halts the machine or lets it run.
     pub(crate) busy: Mutex<()>,
+    /// Taken by whoever takes a snapshot.
+    pub(crate) snapshotting: Mutex<()>,
     console: Tail,
     complaints: Tail,
     was_killed: AtomicBool,
@@ -67,7 +69,7 @@ pub(crate) struct Inner {
     /// Kept as long as a machine maps it, so that the next machine shares it.
     _memory: Option<Arc<SealedMemory>>,
     /// The snapshot it comes from counts its machines.
-    _image: Option<Arc<SnapshotImage>>,
+    _image: Option<ImageUse>,
 }
 
 impl QemuMachine {
@@ -78,7 +80,7 @@ impl QemuMachine {
         directory: MachineDir,
         launched: Launched,
         memory: Arc<SealedMemory>,
-        image: Option<Arc<SnapshotImage>>,
+        image: Option<ImageUse>,
     ) -> Self {
         let Launched { child, processes, qmp, console, complaints } = launched;
         let (child, memory) = (Some(child), Some(memory));
@@ -96,7 +98,7 @@ impl QemuMachine {
         complaints: Tail,
         child: Option<Child>,
         memory: Option<Arc<SealedMemory>>,
-        image: Option<Arc<SnapshotImage>>,
+        image: Option<ImageUse>,
     ) -> Self {
         let events = qmp.events();
         let inner = Arc::new(Inner {
@@ -109,6 +111,7 @@ impl QemuMachine {
             qmp,
             gate: Arc::default(),
             busy: Mutex::default(),
+            snapshotting: Mutex::default(),
             console,
             complaints,
             was_killed: AtomicBool::new(false),

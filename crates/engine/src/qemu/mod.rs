@@ -147,7 +147,31 @@ impl QemuEngine {
         template: &Path,
         snapshot: &Path,
     ) -> Result<QemuMachine, EngineError> {
-        restore::start_from_snapshot(&self.host, &self.memories, &self.images, machine, template, snapshot).await
+        self.start_taking(machine, template, snapshot, restore::Take::All).await
+    }
+
+    /// As [`Engine::boot_from_snapshot`], with the driver's own type.
+    ///
+    /// # Errors
+    /// As for [`Engine::boot_from_snapshot`].
+    pub async fn boot_machine_from(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+    ) -> Result<QemuMachine, EngineError> {
+        self.start_taking(machine, template, snapshot, restore::Take::Disk).await
+    }
+
+    async fn start_taking(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+        take: restore::Take,
+    ) -> Result<QemuMachine, EngineError> {
+        let (host, memories, images) = (&self.host, &self.memories, &self.images);
+        restore::start_from_snapshot(host, memories, images, machine, (template, snapshot), take).await
     }
 }
 
@@ -187,10 +211,20 @@ impl Engine for QemuEngine {
         Ok(Arc::new(self.start_machine_from(machine, template, snapshot).await?))
     }
 
+    async fn boot_from_snapshot(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        Ok(Arc::new(self.boot_machine_from(machine, template, snapshot).await?))
+    }
+
     async fn check_snapshot(&self, template: &Path, snapshot: &Path) -> Result<SnapshotReport, EngineError> {
         let (template, snapshot, needs) = (template.to_owned(), snapshot.to_owned(), self.host.needs.clone());
         let work = move || {
-            let manifest = SnapshotManifest::check(&snapshot, &manifest::Manifest::read(&template)?, &needs)?;
+            let manifest = SnapshotManifest::read(&snapshot)?;
+            manifest.check(&snapshot, &manifest::Manifest::read(&template)?, &needs)?;
             manifest.check_contents(&snapshot)?;
             Ok(manifest.report(&snapshot))
         };

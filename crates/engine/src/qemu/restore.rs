@@ -22,7 +22,7 @@ use super::{
     command_line::{Origin, RootDisk},
     config::joined,
     disk,
-    images::{Images, SnapshotImage, Supply},
+    images::{ImageUse, Images, SnapshotImage, Supply},
     jail::Mount,
     launch::{Launch, Launched, SHOWN_LINES, millis, with_complaints},
     layers::DiskChain,
@@ -153,18 +153,31 @@ pub(crate) async fn start(
     make(host, machine, source, None).await
 }
 
-/// Restores a machine from a snapshot with memory; it is paused. From one of a disk it boots, and runs.
+/// What a machine takes from a snapshot.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Take {
+    /// All there is: with memory it is restored and paused, else it boots and runs.
+    All,
+    /// The disk; it boots and runs.
+    Disk,
+}
+
+/// Starts a machine from a snapshot.
 pub(crate) async fn start_from_snapshot(
     host: &Arc<Host>,
     memories: &Memories,
     images: &Images,
     machine: &MachineId,
-    template: &Path,
-    snapshot: &Path,
+    (template, snapshot): (&Path, &Path),
+    take: Take,
 ) -> Result<QemuMachine, EngineError> {
     let (template, directory) = (find(template)?, find(snapshot)?);
     let manifest = Manifest::read(&template)?;
-    let snapshot = SnapshotManifest::check(&directory, &manifest, &host.needs)?;
+    let mut snapshot = SnapshotManifest::read(&directory)?;
+    if take == Take::Disk {
+        snapshot.forget_memory();
+    }
+    snapshot.check(&directory, &manifest, &host.needs)?;
     usage::check_capacity(&manifest.shape, snapshot.memory_bytes(), &host.limits, &host.machines_dir)?;
     host.checked_layers.check(&directory, &snapshot.layers)?;
     let empty = || {
@@ -179,14 +192,15 @@ pub(crate) async fn start_from_snapshot(
         }
         let loaded = images.get(&directory, &snapshot).await?;
         snapshot.check_file(&directory, DEVICES)?;
-        match loaded.supply(&memory).await? {
-            Supply::Injected => pages = Some(loaded.clone()),
+        let (supply, used) = loaded.supply(&memory).await?;
+        match supply {
+            Supply::Injected => pages = Some(loaded),
             Supply::Whole(whole) => {
                 memory = whole;
                 base = if base == MemoryBase::Zero { MemoryBase::ZeroImage } else { MemoryBase::Image };
             }
         }
-        image = Some(loaded);
+        image = Some(used);
     }
     let source = Source {
         template: &template,
@@ -208,7 +222,7 @@ async fn make(
     host: &Arc<Host>,
     machine: &MachineId,
     source: Source<'_>,
-    image: Option<Arc<SnapshotImage>>,
+    image: Option<ImageUse>,
 ) -> Result<QemuMachine, EngineError> {
     let directory = MachineDir::of(&host.machines_dir, machine);
     let layers = source.snapshot.map_or(&[][..], |(snapshot, _)| &snapshot.layers);

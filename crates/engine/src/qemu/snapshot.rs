@@ -56,12 +56,11 @@ pub(crate) async fn take(
     directory: &Path,
     scope: SnapshotScope,
 ) -> Result<SnapshotReport, EngineError> {
-    let _busy = inner.busy.lock().await;
+    let _one = inner.snapshotting.lock().await;
     let place = Place::find(&inner.directory, directory)?;
     let template = Manifest::read(&inner.record().template)?;
-    let was_running = is_running(inner).await?;
     if scope == SnapshotScope::DiskOnly {
-        if !was_running {
+        if !is_running(inner).await? {
             return Err(EngineError::Unsupported {
                 missing: "a disk-only snapshot of a paused machine".to_owned(),
                 why: "its agent cannot write its file systems out; resume it first, or take memory and disk".to_owned(),
@@ -72,7 +71,7 @@ pub(crate) async fn take(
     let host_error = || EngineError::host(format!("make {}", place.unfinished.display()));
     remove_tree(&place.unfinished).map_err(host_error())?;
     fs::DirBuilder::new().mode(0o700).create(&place.unfinished).map_err(host_error())?;
-    let taking = Taking { inner, template: &template, place: &place, was_running };
+    let taking = Taking { inner, template: &template, place: &place };
     let taken = taking.run(scope).await;
     if taken.is_err()
         && let Err(error) = remove_tree(&place.unfinished)
@@ -113,7 +112,6 @@ struct Taking<'a> {
     inner: &'a Arc<Inner>,
     template: &'a Manifest,
     place: &'a Place,
-    was_running: bool,
 }
 
 /// Room for the guest's own pages.
@@ -258,10 +256,16 @@ impl Taking<'_> {
         plan: Option<MemoryPlan>,
     ) -> (Result<Option<Captured>, EngineError>, Duration) {
         let inner = self.inner;
+        // Neither paused nor resumed by others meanwhile.
+        let _busy = inner.busy.lock().await;
+        // Without memory the switch alone is an instant between two of the guest's writes.
+        let halts = match (&plan, is_running(inner).await) {
+            (None, _) => false,
+            (Some(_), Ok(is_running)) => is_running,
+            (Some(_), Err(error)) => return (Err(error), Duration::ZERO),
+        };
         let closed = inner.gate.close();
         let begin = Instant::now();
-        // Without memory the switch alone is an instant between two of the guest's writes.
-        let halts = self.was_running && plan.is_some();
         let result = async {
             if halts {
                 inner.command("stop", json!({})).await?;

@@ -108,20 +108,18 @@ impl SnapshotManifest {
         memory::sync_directory(directory)
     }
 
-    /// Reads a manifest and sees whether its files are there, and whether this host and the template are those
-    /// it needs.
-    pub(crate) fn check(directory: &Path, template: &Manifest, here: &Needs) -> Result<Self, EngineError> {
-        let manifest = Self::read(directory)?;
-        if manifest.template != template.identity() {
+    /// Sees whether its files are there, and whether this host and the template are those it needs.
+    pub(crate) fn check(&self, directory: &Path, template: &Manifest, here: &Needs) -> Result<(), EngineError> {
+        if self.template != template.identity() {
             let short = |text: &str| text.chars().take(16).collect();
-            let (made_with, here) = (short(&manifest.template), short(&template.identity()));
+            let (made_with, here) = (short(&self.template), short(&template.identity()));
             return Err(EngineError::Mismatch { what: "template", made_with, here });
         }
         // Another emulator can boot from the disk all the same.
-        if manifest.scope == Scope::MemoryAndDisk {
-            manifest.needs.compare(here)?;
+        if self.scope == Scope::MemoryAndDisk {
+            self.needs.compare(here)?;
         }
-        for (name, bytes) in manifest.sizes() {
+        for (name, bytes) in self.sizes() {
             let path = directory.join(name);
             match fs::symlink_metadata(&path) {
                 Ok(metadata) if !metadata.is_file() => return Err(damaged(path, "it is not a file")),
@@ -132,10 +130,17 @@ impl SnapshotManifest {
                 Err(error) => return Err(damaged(path, format!("it cannot be read: {error}"))),
             }
         }
-        Ok(manifest)
+        Ok(())
     }
 
-    fn read(directory: &Path) -> Result<Self, EngineError> {
+    /// From here on it is one of the disk alone.
+    pub(crate) fn forget_memory(&mut self) {
+        self.scope = Scope::DiskOnly;
+        self.files.clear();
+    }
+
+    /// Reads a manifest.
+    pub(crate) fn read(directory: &Path) -> Result<Self, EngineError> {
         let path = directory.join(MANIFEST);
         let read = File::open(&path).and_then(|file| {
             let mut bytes = Vec::new();

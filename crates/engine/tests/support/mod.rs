@@ -24,7 +24,10 @@ use stockade_engine::{
 };
 use stockade_images::Images;
 use stockade_model::{MachineId, MachineShape};
-use stockade_wire::{event::Event, process::StartRequest};
+use stockade_wire::{
+    event::Event,
+    process::{PtySize, StartRequest},
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
@@ -77,10 +80,6 @@ impl Drop for DataDir {
 
 impl Rig {
     pub async fn new() -> Self {
-        let _ = tracing_subscriber::fmt()
-            .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-            .with_test_writer()
-            .try_init();
         let temporary = DataDir::new();
         let mut rig = Self::on(temporary.path()).await;
         rig._temporary = Some(temporary);
@@ -88,7 +87,17 @@ impl Rig {
     }
 
     pub async fn on(data: &Path) -> Self {
-        let engine = QemuEngine::new(config(data).await).await.unwrap_or_else(|error| panic!("{error}"));
+        Self::with(data, |_| {}).await
+    }
+
+    pub async fn with(data: &Path, change: impl FnOnce(&mut QemuConfig)) -> Self {
+        let _ = tracing_subscriber::fmt()
+            .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+            .with_test_writer()
+            .try_init();
+        let mut config = config(data).await;
+        change(&mut config);
+        let engine = QemuEngine::new(config).await.unwrap_or_else(|error| panic!("{error}"));
         let template = shared_template(&engine).await;
         Self { engine, template, data: data.to_owned(), _temporary: None }
     }
@@ -251,7 +260,7 @@ async fn lock(name: &str) -> Flock<File> {
 async fn shared_template(engine: &QemuEngine) -> PathBuf {
     let _lock = lock("template").await;
     // Another number where the root disk below changes; all else a template depends on it says itself.
-    let template = cache().join("template-3");
+    let template = cache().join("template-4");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
         let boot = TemplateBoot { root_disk: root_disk(&cache()), shape: SHAPE, directory: template.clone() };
@@ -300,8 +309,18 @@ fn rand_byte() -> u8 {
 
 /// Starts the guest's program.
 pub async fn work(guest: &GuestClient, arguments: &[&str]) -> Lines {
+    let request = StartRequest { tag: Some(arguments[0].to_owned()), ..request(arguments) };
+    Lines::of(guest.start(&request).await.unwrap_or_else(|error| panic!("{}", error_text(error))))
+}
+
+/// The guest's program on a terminal.
+pub fn terminal(arguments: &[&str]) -> StartRequest {
+    StartRequest { pty: Some(PtySize { cols: 80, rows: 24 }), stdin: false, ..request(arguments) }
+}
+
+fn request(arguments: &[&str]) -> StartRequest {
     let words = std::iter::once("/bin/worker").chain(arguments.iter().copied()).map(str::to_owned).collect();
-    let request = StartRequest {
+    StartRequest {
         command: stockade_wire::process::Command::Argv(words),
         user: Some("root".to_owned()),
         cwd: Some("/".to_owned()),
@@ -309,9 +328,8 @@ pub async fn work(guest: &GuestClient, arguments: &[&str]) -> Lines {
         stdin: true,
         pty: None,
         timeout_ms: None,
-        tag: Some(arguments[0].to_owned()),
-    };
-    Lines::of(guest.start(&request).await.unwrap_or_else(|error| panic!("{}", error_text(error))))
+        tag: None,
+    }
 }
 
 /// The output of a process, line by line.
@@ -325,23 +343,31 @@ impl Lines {
         Self { events, text: String::new() }
     }
 
-    /// From here on, in the middle of a line perhaps.
+    /// What a process prints from here on.
     pub async fn attach(guest: &GuestClient, tag: &str) -> Self {
         let mut lines = Self::of(guest.attach(&Selector::Tag(tag.to_owned()), None).await.expect("attached"));
-        lines.next().await;
+        if matches!(tag, "count" | "churn") {
+            // It prints all the time: this may be the middle of a line.
+            lines.next().await;
+        }
         lines
     }
 
     pub async fn next(&mut self) -> String {
+        let line = tokio::time::timeout(Duration::from_secs(120), self.read_line()).await;
+        let line = line.unwrap_or_else(|_| panic!("nothing came after {:?}", self.text));
+        assert!(!line.starts_with("BROKEN"), "{line}");
+        line
+    }
+
+    async fn read_line(&mut self) -> String {
         loop {
             if let Some((line, rest)) = self.text.split_once('\n') {
                 let (line, rest) = (line.to_owned(), rest.to_owned());
                 self.text = rest;
-                assert!(!line.starts_with("BROKEN"), "{line}");
                 return line;
             }
-            let event = tokio::time::timeout(Duration::from_secs(60), self.events.events.next()).await;
-            match event.expect("the guest goes on").expect("the stream goes on").expect("the stream is whole") {
+            match self.events.events.next().await.expect("the stream goes on").expect("the stream is whole") {
                 Event::Stdout(bytes) | Event::Pty(bytes) => self.text += &String::from_utf8_lossy(&bytes),
                 Event::KeepAlive => {}
                 other => panic!("{other:?} after {:?}", self.text),
@@ -352,6 +378,21 @@ impl Lines {
     pub async fn number(&mut self) -> u64 {
         self.next().await.trim().parse().expect("a number")
     }
+}
+
+/// The root disk of a snapshot as one raw file.
+pub fn raw_disk(template: &Path, snapshot: &Path, to: &Path) {
+    let text = fs::read(snapshot.join("manifest.json")).expect("read");
+    let manifest: serde_json::Value = serde_json::from_slice(&text).expect("valid");
+    let file = |path: PathBuf| serde_json::json!({ "driver": "file", "filename": path });
+    let root = serde_json::json!({ "driver": "raw", "file": file(template.join("root.ext4")) });
+    let mut node = serde_json::json!({ "driver": "qcow2", "file": file(template.join("disk.qcow2")), "backing": root });
+    for layer in manifest["layers"].as_array().expect("a list") {
+        let path = snapshot.join(format!("{}.qcow2", layer["id"].as_str().expect("a name")));
+        node = serde_json::json!({ "driver": "qcow2", "file": file(path), "backing": node });
+    }
+    let status = Command::new("qemu-img").args(["convert", "-O", "raw", &format!("json:{node}")]).arg(to).status();
+    assert!(status.expect("qemu-img runs").success());
 }
 
 /// Has a process that waits for input go on.
@@ -368,4 +409,13 @@ pub fn error_text(error: EngineError) -> String {
         source = cause.source();
     }
     text
+}
+
+/// Runs something in a runtime of its own and drops all of it, as a crash would: connections close, no
+/// destructor of a machine gets to do anything.
+pub fn in_a_server_that_crashes<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let result = runtime.block_on(work);
+    runtime.shutdown_background();
+    result
 }

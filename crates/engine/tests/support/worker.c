@@ -34,7 +34,9 @@ static void rest(long micros)
 static int count(void)
 {
 	char *memory = mmap(NULL, SLOTS * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	int file = open("/counted", O_RDWR | O_CREAT | O_TRUNC, 0644);
+	char name[64];
+	snprintf(name, sizeof name, "/counted-%d", (int)getpid());
+	int file = open(name, O_RDWR | O_CREAT | O_TRUNC, 0644);
 	for (uint64_t now = 1;; now++) {
 		uint64_t slot = now % SLOTS, look = now * 7 % SLOTS, old;
 		/* The last number that went there. */
