@@ -73,29 +73,30 @@ impl RuntimeRoot {
 }
 
 fn build(target: &Path, files: &[PathBuf], firmware: &[PathBuf]) -> io::Result<()> {
-    let temporary = target.with_extension("new");
-    match fs::remove_dir_all(&temporary) {
-        Ok(()) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
-    }
-    fs::create_dir_all(&temporary)?;
+    let parent = target.parent().ok_or(io::ErrorKind::InvalidInput)?;
+    fs::create_dir_all(parent)?;
+    // A name of its own: another process may be assembling the same root.
+    let temporary = tempfile::Builder::new().prefix("root.new-").tempdir_in(parent)?;
     for name in DIRECTORIES {
-        fs::create_dir(temporary.join(name))?;
+        fs::create_dir(temporary.path().join(name))?;
     }
     for name in MOUNT_POINTS {
-        File::create(temporary.join(name))?;
+        File::create(temporary.path().join(name))?;
     }
     for file in files {
-        copy(file, &temporary.join(file.strip_prefix("/").map_err(io::Error::other)?))?;
+        copy(file, &temporary.path().join(file.strip_prefix("/").map_err(io::Error::other)?))?;
     }
-    let firmware_dir = temporary.join(command_line::FIRMWARE_DIR.trim_start_matches('/'));
+    let firmware_dir = temporary.path().join(command_line::FIRMWARE_DIR.trim_start_matches('/'));
     for file in firmware {
         let name = file.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         copy(file, &firmware_dir.join(name))?;
     }
-    set_modes(&temporary)?;
-    fs::rename(&temporary, target)
+    set_modes(temporary.path())?;
+    match fs::rename(temporary.path(), target) {
+        // The other one was first; theirs is as good.
+        Err(_) if target.is_dir() => Ok(()),
+        result => result,
+    }
 }
 
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
@@ -143,6 +144,19 @@ fn parse_libraries(text: &str) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_root_assembled_by_several_at_once_is_whole() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let target = directory.path().join("root-1");
+        let program = [std::env::current_exe().expect("this program")];
+        std::thread::scope(|scope| {
+            let builders: Vec<_> = (0..4).map(|_| scope.spawn(|| build(&target, &program, &[]))).collect();
+            builders.into_iter().for_each(|builder| builder.join().expect("ran").expect("assembled"));
+        });
+        assert!(DIRECTORIES.iter().all(|name| target.join(name).is_dir()));
+        assert_eq!(fs::read_dir(directory.path()).expect("listed").count(), 1, "nothing else is left");
+    }
 
     #[test]
     fn libraries_and_the_loader_are_read_from_ldd() {

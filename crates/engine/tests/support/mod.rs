@@ -57,6 +57,13 @@ impl DataDir {
 
 impl Drop for DataDir {
     fn drop(&mut self) {
+        self.end_machines();
+    }
+}
+
+impl DataDir {
+    /// Ends what runs and removes its control groups.
+    pub fn end_machines(&self) {
         use nix::{
             sys::signal::{Signal, kill},
             unistd::Pid,
