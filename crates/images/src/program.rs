@@ -202,10 +202,18 @@ mod tests {
             }
         }
         let pids = std::fs::read_to_string(pids).expect("the script wrote its pids");
-        for pid in pids.split_whitespace() {
+        // Killed and not yet reaped by its new parent is as good as gone.
+        let runs = |pid: &str| {
             let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            // Killed and not yet reaped by its new parent is as good as gone.
-            assert!(state.is_empty() || state.contains(") Z"), "{pid} still runs: {state}");
-        }
+            !(state.is_empty() || state.contains(") Z"))
+        };
+        // A signal that is sent has yet to arrive.
+        let ended = async {
+            while pids.split_whitespace().any(runs) {
+                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            }
+        };
+        assert_eq!(pids.split_whitespace().count(), 2);
+        tokio::time::timeout(std::time::Duration::from_secs(10), ended).await.expect("all of the group end");
     }
 }

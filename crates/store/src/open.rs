@@ -117,6 +117,18 @@ impl Store {
     }
 }
 
+/// Runs a transaction in a task of its own. The caller of a verb may go away in the middle; on the one connection
+/// that writes, a half-done transaction would stand in everybody's way.
+pub(crate) async fn to_the_end<T: Send + 'static>(
+    transaction: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+) -> Result<T, StoreError> {
+    match tokio::spawn(transaction).await {
+        Ok(result) => result,
+        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+        Err(_) => Err(StoreError::database("write: the server is ending")(sqlx::Error::PoolClosed)),
+    }
+}
+
 async fn migrate(pool: &SqlitePool, path: &Path) -> Result<(), StoreError> {
     let build = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
     let database = version(pool).await.map_err(|source| StoreError::Open { path: path.to_owned(), source })?;

@@ -7,7 +7,7 @@ use stockade_model::{Ending, MachineId, Sandbox, SandboxId, SandboxState, Snapsh
 
 use crate::{
     Idempotency, Store, StoreError, idempotency,
-    open::BEGIN,
+    open::{BEGIN, to_the_end},
     rows::{self, duration_millis, get, id, instant, json, millis, millis_rounded_up, signed, to_json},
 };
 
@@ -44,28 +44,32 @@ impl Store {
     /// # Errors
     /// The database fails.
     pub async fn insert_sandbox(&self, sandbox: &Sandbox, key: Option<&Idempotency>) -> Result<Inserted, StoreError> {
-        let fail = || StoreError::database("write a sandbox's record");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        if let Some(key) = key {
-            if let Some(existing) = idempotency::find(&mut tx, &sandbox.workspace, &key.key).await? {
-                return Ok(Inserted::Existing(existing));
+        let (store, sandbox, key) = (self.clone(), sandbox.clone(), key.cloned());
+        to_the_end(async move {
+            let fail = || StoreError::database("write a sandbox's record");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            if let Some(key) = &key {
+                if let Some(existing) = idempotency::find(&mut tx, &sandbox.workspace, &key.key).await? {
+                    return Ok(Inserted::Existing(existing));
+                }
+                idempotency::put(&mut tx, &sandbox.workspace, key, &sandbox.id).await.map_err(fail())?;
             }
-            idempotency::put(&mut tx, &sandbox.workspace, key, &sandbox.id).await.map_err(fail())?;
-        }
-        let sequence = self.insert_row(&mut tx, sandbox).await.map_err(fail())?;
-        for (key, value) in &sandbox.metadata {
-            sqlx::query("INSERT INTO sandbox_labels (workspace, key, value, sandbox) VALUES (?, ?, ?, ?)")
-                .bind(sandbox.workspace.as_str())
-                .bind(key)
-                .bind(value)
-                .bind(sequence)
-                .execute(&mut *tx)
-                .await
-                .map_err(fail())?;
-        }
-        event(&mut tx, &sandbox.id, sandbox.created_at, SandboxState::Creating, None).await.map_err(fail())?;
-        tx.commit().await.map_err(fail())?;
-        Ok(Inserted::New)
+            let sequence = store.insert_row(&mut tx, &sandbox).await.map_err(fail())?;
+            for (key, value) in &sandbox.metadata {
+                sqlx::query("INSERT INTO sandbox_labels (workspace, key, value, sandbox) VALUES (?, ?, ?, ?)")
+                    .bind(sandbox.workspace.as_str())
+                    .bind(key)
+                    .bind(value)
+                    .bind(sequence)
+                    .execute(&mut *tx)
+                    .await
+                    .map_err(fail())?;
+            }
+            event(&mut tx, &sandbox.id, sandbox.created_at, SandboxState::Creating, None).await.map_err(fail())?;
+            tx.commit().await.map_err(fail())?;
+            Ok(Inserted::New)
+        })
+        .await
     }
 
     async fn insert_row(&self, connection: &mut SqliteConnection, sandbox: &Sandbox) -> sqlx::Result<i64> {
@@ -161,21 +165,25 @@ impl Store {
         started_at: Timestamp,
         deadline: Timestamp,
     ) -> Result<(), StoreError> {
-        let fail = || StoreError::database("mark a sandbox running");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        let done = sqlx::query(
-            "UPDATE sandboxes SET state = 'running', started_ms = ?, deadline_ms = ?
-             WHERE id = ? AND state = 'creating'",
-        )
-        .bind(millis(started_at))
-        .bind(millis_rounded_up(deadline))
-        .bind(id.as_str())
-        .execute(&mut *tx)
+        let (store, id) = (self.clone(), id.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("mark a sandbox running");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            let done = sqlx::query(
+                "UPDATE sandboxes SET state = 'running', started_ms = ?, deadline_ms = ?
+                 WHERE id = ? AND state = 'creating'",
+            )
+            .bind(millis(started_at))
+            .bind(millis_rounded_up(deadline))
+            .bind(id.as_str())
+            .execute(&mut *tx)
+            .await
+            .map_err(fail())?;
+            changed(done.rows_affected(), &id, SandboxState::Creating)?;
+            event(&mut tx, &id, started_at, SandboxState::Running, None).await.map_err(fail())?;
+            tx.commit().await.map_err(fail())
+        })
         .await
-        .map_err(fail())?;
-        changed(done.rows_affected(), id, SandboxState::Creating)?;
-        event(&mut tx, id, started_at, SandboxState::Running, None).await.map_err(fail())?;
-        tx.commit().await.map_err(fail())
     }
 
     /// Writes what changes in the life of a sandbox that has run (its state, machine, times, where it is
@@ -184,10 +192,14 @@ impl Store {
     /// # Errors
     /// It is in another state, or the database fails.
     pub async fn put_life(&self, sandbox: &Sandbox, from: SandboxState, at: Timestamp) -> Result<(), StoreError> {
-        let fail = || StoreError::database("write a sandbox's state");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        put_life(&mut tx, sandbox, from, at).await?;
-        tx.commit().await.map_err(fail())
+        let (store, sandbox) = (self.clone(), sandbox.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("write a sandbox's state");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            put_life(&mut tx, &sandbox, from, at).await?;
+            tx.commit().await.map_err(fail())
+        })
+        .await
     }
 
     /// In one transaction: `sandbox` is written as by [`Store::put_life`], and the machine it has now is no
@@ -202,22 +214,26 @@ impl Store {
         child: &SandboxId,
         ending: &Ending,
     ) -> Result<(), StoreError> {
-        let fail = || StoreError::database("give a sandbox's machine to another");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        put_life(&mut tx, sandbox, from, ending.at).await?;
-        let done = sqlx::query(
-            "UPDATE sandboxes SET state = 'gone', machine = NULL, ending = ?, ended_ms = ?
-             WHERE id = ? AND state = 'paused'",
-        )
-        .bind(to_json(ending))
-        .bind(millis(ending.at))
-        .bind(child.as_str())
-        .execute(&mut *tx)
+        let (store, sandbox, child, ending) = (self.clone(), sandbox.clone(), child.clone(), ending.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("give a sandbox's machine to another");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            put_life(&mut tx, &sandbox, from, ending.at).await?;
+            let done = sqlx::query(
+                "UPDATE sandboxes SET state = 'gone', machine = NULL, ending = ?, ended_ms = ?
+                 WHERE id = ? AND state = 'paused'",
+            )
+            .bind(to_json(&ending))
+            .bind(millis(ending.at))
+            .bind(child.as_str())
+            .execute(&mut *tx)
+            .await
+            .map_err(fail())?;
+            changed(done.rows_affected(), &child, SandboxState::Paused)?;
+            event(&mut tx, &child, ending.at, SandboxState::Gone, Some(&ending)).await.map_err(fail())?;
+            tx.commit().await.map_err(fail())
+        })
         .await
-        .map_err(fail())?;
-        changed(done.rows_affected(), child, SandboxState::Paused)?;
-        event(&mut tx, child, ending.at, SandboxState::Gone, Some(ending)).await.map_err(fail())?;
-        tx.commit().await.map_err(fail())
     }
 
     /// Any living state → `killing`, and what the ending will have been. Repeatable: the first ending
@@ -226,27 +242,31 @@ impl Store {
     /// # Errors
     /// It is final or unknown, or the database fails.
     pub async fn begin_end(&self, id: &SandboxId, ending: &Ending) -> Result<(), StoreError> {
-        let fail = || StoreError::database("mark a sandbox as being ended");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        let state: Option<String> =
-            sqlx::query_scalar("SELECT state FROM sandboxes WHERE id = ? AND state NOT IN ('failed', 'gone')")
+        let (store, id, ending) = (self.clone(), id.clone(), ending.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("mark a sandbox as being ended");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            let state: Option<String> =
+                sqlx::query_scalar("SELECT state FROM sandboxes WHERE id = ? AND state NOT IN ('failed', 'gone')")
+                    .bind(id.as_str())
+                    .fetch_optional(&mut *tx)
+                    .await
+                    .map_err(fail())?;
+            match state.as_deref() {
+                None => return Err(StoreError::WrongState { id, expected: SandboxState::Running }),
+                Some("killing") => return Ok(()),
+                Some(_) => {}
+            }
+            sqlx::query("UPDATE sandboxes SET state = 'killing', ending = ? WHERE id = ?")
+                .bind(to_json(&ending))
                 .bind(id.as_str())
-                .fetch_optional(&mut *tx)
+                .execute(&mut *tx)
                 .await
                 .map_err(fail())?;
-        match state.as_deref() {
-            None => return Err(StoreError::WrongState { id: id.clone(), expected: SandboxState::Running }),
-            Some("killing") => return Ok(()),
-            Some(_) => {}
-        }
-        sqlx::query("UPDATE sandboxes SET state = 'killing', ending = ? WHERE id = ?")
-            .bind(to_json(ending))
-            .bind(id.as_str())
-            .execute(&mut *tx)
-            .await
-            .map_err(fail())?;
-        event(&mut tx, id, ending.at, SandboxState::Killing, None).await.map_err(fail())?;
-        tx.commit().await.map_err(fail())
+            event(&mut tx, &id, ending.at, SandboxState::Killing, None).await.map_err(fail())?;
+            tx.commit().await.map_err(fail())
+        })
+        .await
     }
 
     /// A final state, with its ending. Repeatable: a record that is final stays as it is. A create that
@@ -255,30 +275,34 @@ impl Store {
     /// # Errors
     /// The database fails.
     pub async fn finish(&self, id: &SandboxId, state: SandboxState, ending: &Ending) -> Result<(), StoreError> {
-        debug_assert!(state.is_final());
-        let fail = || StoreError::database("write a sandbox's end");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        let done = sqlx::query(
-            "UPDATE sandboxes SET state = ?, ending = ?, ended_ms = ? WHERE id = ? AND state NOT IN ('failed', 'gone')",
-        )
-        .bind(state.as_str())
-        .bind(to_json(ending))
-        .bind(millis(ending.at))
-        .bind(id.as_str())
-        .execute(&mut *tx)
+        let (store, id, ending) = (self.clone(), id.clone(), ending.clone());
+        to_the_end(async move {
+            debug_assert!(state.is_final());
+            let fail = || StoreError::database("write a sandbox's end");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            let done = sqlx::query(
+                "UPDATE sandboxes SET state = ?, ending = ?, ended_ms = ? WHERE id = ? AND state NOT IN ('failed', 'gone')",
+            )
+            .bind(state.as_str())
+            .bind(to_json(&ending))
+            .bind(millis(ending.at))
+            .bind(id.as_str())
+            .execute(&mut *tx)
+            .await
+            .map_err(fail())?;
+            if done.rows_affected() > 0 {
+                event(&mut tx, &id, ending.at, state, Some(&ending)).await.map_err(fail())?;
+            }
+            if state == SandboxState::Failed {
+                sqlx::query("DELETE FROM idempotency_keys WHERE sandbox = ?")
+                    .bind(id.as_str())
+                    .execute(&mut *tx)
+                    .await
+                    .map_err(fail())?;
+            }
+            tx.commit().await.map_err(fail())
+        })
         .await
-        .map_err(fail())?;
-        if done.rows_affected() > 0 {
-            event(&mut tx, id, ending.at, state, Some(ending)).await.map_err(fail())?;
-        }
-        if state == SandboxState::Failed {
-            sqlx::query("DELETE FROM idempotency_keys WHERE sandbox = ?")
-                .bind(id.as_str())
-                .execute(&mut *tx)
-                .await
-                .map_err(fail())?;
-        }
-        tx.commit().await.map_err(fail())
     }
 
     /// What happened to a sandbox, oldest first.

@@ -11,7 +11,7 @@ use stockade_model::{SandboxId, Snapshot, SnapshotId, TemplateId, WorkspaceId};
 use crate::{
     Store, StoreError,
     list::{order_letter, parse_cursor},
-    open::BEGIN,
+    open::{BEGIN, to_the_end},
     rows::{get, id, instant, json, millis, number, optional_id, shape, signed, to_json},
     seal::SecretFile,
 };
@@ -57,46 +57,50 @@ impl Store {
     /// # Errors
     /// The database fails.
     pub async fn insert_snapshot(&self, record: &SnapshotRecord) -> Result<(), StoreError> {
-        let fail = || StoreError::database("write a snapshot's record");
-        let snapshot = &record.snapshot;
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        let done = sqlx::query(
-            "INSERT INTO snapshots (id, workspace, name, labels, state, sandbox, parent, template, template_name, vcpus,
-                 memory_mib, disk_mib, has_memory, memory_bytes, disk_bytes, paused_us, env, created_ms, expires_ms)
-             VALUES (?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        )
-        .bind(snapshot.id.as_str())
-        .bind(snapshot.workspace.as_str())
-        .bind(&snapshot.name)
-        .bind(to_json(&snapshot.labels))
-        .bind(snapshot.sandbox.as_str())
-        .bind(snapshot.parent.as_ref().map(SnapshotId::as_str))
-        .bind(snapshot.template.as_str())
-        .bind(&snapshot.template_name)
-        .bind(snapshot.shape.vcpus)
-        .bind(signed(snapshot.shape.memory_mib))
-        .bind(signed(snapshot.shape.disk_mib))
-        .bind(snapshot.has_memory)
-        .bind(signed(snapshot.memory_bytes))
-        .bind(signed(snapshot.disk_bytes))
-        .bind(i64::try_from(snapshot.paused.as_micros()).unwrap_or(i64::MAX))
-        .bind(self.secret.seal(snapshot.id.as_str(), to_json(&record.env).as_bytes()))
-        .bind(millis(snapshot.created_at))
-        .bind(snapshot.expires_at.map(millis))
-        .execute(&mut *tx)
+        let (store, record) = (self.clone(), record.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("write a snapshot's record");
+            let snapshot = &record.snapshot;
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            let done = sqlx::query(
+                "INSERT INTO snapshots (id, workspace, name, labels, state, sandbox, parent, template, template_name, vcpus,
+                     memory_mib, disk_mib, has_memory, memory_bytes, disk_bytes, paused_us, env, created_ms, expires_ms)
+                 VALUES (?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            )
+            .bind(snapshot.id.as_str())
+            .bind(snapshot.workspace.as_str())
+            .bind(&snapshot.name)
+            .bind(to_json(&snapshot.labels))
+            .bind(snapshot.sandbox.as_str())
+            .bind(snapshot.parent.as_ref().map(SnapshotId::as_str))
+            .bind(snapshot.template.as_str())
+            .bind(&snapshot.template_name)
+            .bind(snapshot.shape.vcpus)
+            .bind(signed(snapshot.shape.memory_mib))
+            .bind(signed(snapshot.shape.disk_mib))
+            .bind(snapshot.has_memory)
+            .bind(signed(snapshot.memory_bytes))
+            .bind(signed(snapshot.disk_bytes))
+            .bind(i64::try_from(snapshot.paused.as_micros()).unwrap_or(i64::MAX))
+            .bind(store.secret.seal(snapshot.id.as_str(), to_json(&record.env).as_bytes()))
+            .bind(millis(snapshot.created_at))
+            .bind(snapshot.expires_at.map(millis))
+            .execute(&mut *tx)
+            .await
+            .map_err(fail())?;
+            for (key, value) in &snapshot.labels {
+                sqlx::query("INSERT INTO snapshot_labels (workspace, key, value, snapshot) VALUES (?, ?, ?, ?)")
+                    .bind(snapshot.workspace.as_str())
+                    .bind(key)
+                    .bind(value)
+                    .bind(done.last_insert_rowid())
+                    .execute(&mut *tx)
+                    .await
+                    .map_err(fail())?;
+            }
+            tx.commit().await.map_err(fail())
+        })
         .await
-        .map_err(fail())?;
-        for (key, value) in &snapshot.labels {
-            sqlx::query("INSERT INTO snapshot_labels (workspace, key, value, snapshot) VALUES (?, ?, ?, ?)")
-                .bind(snapshot.workspace.as_str())
-                .bind(key)
-                .bind(value)
-                .bind(done.last_insert_rowid())
-                .execute(&mut *tx)
-                .await
-                .map_err(fail())?;
-        }
-        tx.commit().await.map_err(fail())
     }
 
     /// `creating` → `ready`, with what is known now that it is taken.

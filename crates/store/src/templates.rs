@@ -5,7 +5,7 @@ use stockade_model::{Template, TemplateId, TemplateState, WorkspaceId};
 
 use crate::{
     Store, StoreError,
-    open::BEGIN,
+    open::{BEGIN, to_the_end},
     rows::{get, id, instant, json, millis, shape, signed, to_json},
 };
 
@@ -25,44 +25,48 @@ impl Store {
     /// # Errors
     /// The database fails.
     pub async fn put_template(&self, record: &TemplateRecord) -> Result<(), StoreError> {
-        let fail = || StoreError::database("keep a template");
-        let template = &record.template;
-        let workspace = template.workspace.as_ref().map(WorkspaceId::as_str);
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        if template.state == TemplateState::Ready {
+        let (store, record) = (self.clone(), record.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("keep a template");
+            let template = &record.template;
+            let workspace = template.workspace.as_ref().map(WorkspaceId::as_str);
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            if template.state == TemplateState::Ready {
+                sqlx::query(
+                    "UPDATE templates SET state = 'replaced'
+                     WHERE workspace IS ? AND name = ? AND state = 'ready' AND id <> ?",
+                )
+                .bind(workspace)
+                .bind(&template.name)
+                .bind(template.id.as_str())
+                .execute(&mut *tx)
+                .await
+                .map_err(fail())?;
+            }
             sqlx::query(
-                "UPDATE templates SET state = 'replaced'
-                 WHERE workspace IS ? AND name = ? AND state = 'ready' AND id <> ?",
+                "INSERT OR REPLACE INTO templates (id, workspace, name, state, vcpus, memory_mib, disk_mib, recipe_digest,
+                     env, default_user, default_cwd, directory, created_ms)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             )
+            .bind(template.id.as_str())
             .bind(workspace)
             .bind(&template.name)
-            .bind(template.id.as_str())
+            .bind(state_word(template.state))
+            .bind(template.shape.vcpus)
+            .bind(signed(template.shape.memory_mib))
+            .bind(signed(template.shape.disk_mib))
+            .bind(&template.recipe_digest)
+            .bind(to_json(&template.env))
+            .bind(&template.default_user)
+            .bind(&template.default_cwd)
+            .bind(record.directory.to_string_lossy())
+            .bind(millis(template.created_at))
             .execute(&mut *tx)
             .await
             .map_err(fail())?;
-        }
-        sqlx::query(
-            "INSERT OR REPLACE INTO templates (id, workspace, name, state, vcpus, memory_mib, disk_mib, recipe_digest,
-                 env, default_user, default_cwd, directory, created_ms)
-             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        )
-        .bind(template.id.as_str())
-        .bind(workspace)
-        .bind(&template.name)
-        .bind(state_word(template.state))
-        .bind(template.shape.vcpus)
-        .bind(signed(template.shape.memory_mib))
-        .bind(signed(template.shape.disk_mib))
-        .bind(&template.recipe_digest)
-        .bind(to_json(&template.env))
-        .bind(&template.default_user)
-        .bind(&template.default_cwd)
-        .bind(record.directory.to_string_lossy())
-        .bind(millis(template.created_at))
-        .execute(&mut *tx)
+            tx.commit().await.map_err(fail())
+        })
         .await
-        .map_err(fail())?;
-        tx.commit().await.map_err(fail())
     }
 
     /// The template of an id, or the ready one of a name; a workspace's own before everyone's.

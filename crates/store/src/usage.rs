@@ -9,7 +9,7 @@ use stockade_model::{MachineId, SandboxId, Usage, WorkspaceId};
 
 use crate::{
     Store, StoreError,
-    open::BEGIN,
+    open::{BEGIN, to_the_end},
     rows::{get, id, instant, json, millis, number, optional_id, signed, to_json},
 };
 
@@ -68,27 +68,31 @@ impl Store {
     /// # Errors
     /// The database fails; nothing is written then.
     pub async fn put_usage(&self, metered: &[Metered], rows: &[UsageRow]) -> Result<(), StoreError> {
-        if metered.is_empty() && rows.is_empty() {
-            return Ok(());
-        }
-        let fail = || StoreError::database("write usage");
-        let mut tx = self.write.begin_with(BEGIN).await.map_err(fail())?;
-        for metered in metered {
-            sqlx::query(
-                "INSERT OR IGNORE INTO metered (sandbox, workspace, template_name, metadata) VALUES (?, ?, ?, ?)",
-            )
-            .bind(metered.sandbox.as_str())
-            .bind(metered.workspace.as_str())
-            .bind(&metered.template_name)
-            .bind(to_json(&metered.metadata))
-            .execute(&mut *tx)
-            .await
-            .map_err(fail())?;
-        }
-        for row in rows {
-            put(&mut tx, row).await.map_err(fail())?;
-        }
-        tx.commit().await.map_err(fail())
+        let (store, metered, rows) = (self.clone(), metered.to_vec(), rows.to_vec());
+        to_the_end(async move {
+            if metered.is_empty() && rows.is_empty() {
+                return Ok(());
+            }
+            let fail = || StoreError::database("write usage");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            for metered in metered {
+                sqlx::query(
+                    "INSERT OR IGNORE INTO metered (sandbox, workspace, template_name, metadata) VALUES (?, ?, ?, ?)",
+                )
+                .bind(metered.sandbox.as_str())
+                .bind(metered.workspace.as_str())
+                .bind(&metered.template_name)
+                .bind(to_json(&metered.metadata))
+                .execute(&mut *tx)
+                .await
+                .map_err(fail())?;
+            }
+            for row in rows {
+                put(&mut tx, &row).await.map_err(fail())?;
+            }
+            tx.commit().await.map_err(fail())
+        })
+        .await
     }
 
     /// The last row of a subject.

@@ -356,3 +356,32 @@ async fn a_newer_template_of_a_name_replaces_the_older_one_and_own_ones_come_bef
     assert!(store.template(&theirs, own.id.as_str()).await.expect("read").is_none());
     assert_eq!(store.templates(&theirs).await.expect("read").len(), 1);
 }
+
+/// A caller that goes away in the middle of a change leaves nothing that stands in the next one's way.
+#[tokio::test]
+async fn writers_that_go_away_block_nobody() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let store = open(dir.path()).await.expect("opened");
+    let workspace = store.default_workspace().await.expect("there is one");
+    let mut last = sandbox(&store, &workspace, 0);
+    for round in 0..200_u32 {
+        let record = sandbox(&store, &workspace, 0);
+        let (writer, written) = (store.clone(), record.clone());
+        let write = async move { writer.insert_sandbox(&written, None).await };
+        // After so many polls the caller is gone.
+        let mut polls = 0;
+        let mut write = std::pin::pin!(write);
+        std::future::poll_fn(|context| {
+            polls += 1;
+            let done = write.as_mut().poll(context).is_ready();
+            if done || polls > round % 4 { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+        })
+        .await;
+        last = record;
+    }
+    // Each of them was begun, so each is written.
+    let next = sandbox(&store, &workspace, 1);
+    let written = tokio::time::timeout(Duration::from_secs(20), store.insert_sandbox(&next, None)).await;
+    assert_eq!(written.expect("nobody holds the lock").expect("written"), Inserted::New);
+    assert!(store.sandbox(&workspace, &last.id).await.expect("read").is_some());
+}

@@ -31,7 +31,8 @@ pub(crate) async fn settle(inner: &Inner) -> Result<(), EngineError> {
     if serde_json::to_vec(&record.disk).unwrap_or_default() != was {
         inner.set_record(record)?;
     }
-    remove_unused(&inner.host, &inner.qmp, &inner.directory, &unused).await
+    remove_unused(&inner.host, &inner.qmp, &inner.directory, &unused).await?;
+    close_frozen(&inner.directory, &inner.record().clone())
 }
 
 /// What an earlier server left half-done is finished or taken back; for a machine that is being adopted.
@@ -45,6 +46,7 @@ pub(crate) async fn recover(
     let unused = reconcile(host, qmp, record).await?;
     directory.write_record(record).map_err(EngineError::host("write the machine's record"))?;
     remove_unused(host, qmp, directory, &unused).await?;
+    close_frozen(directory, record)?;
     remove_tree(&directory.unfinished_snapshot()).map_err(EngineError::host("remove an unfinished snapshot"))
 }
 
@@ -73,6 +75,15 @@ async fn remove_unused(host: &Host, qmp: &Qmp, directory: &MachineDir, unused: &
         directory.remove_layer(layer).map_err(EngineError::host("remove a disk layer that is not used"))?;
     }
     Ok(())
+}
+
+/// Takes frozen layers away from the emulator whose snapshot went no further than the switch.
+fn close_frozen(directory: &MachineDir, record: &Record) -> Result<(), EngineError> {
+    let frozen = record.disk.iter().flat_map(|disk| &disk.frozen).filter(|layer| layer.known.is_none());
+    frozen
+        .map(|layer| directory.freeze_layer(&layer.id))
+        .collect::<io::Result<()>>()
+        .map_err(EngineError::host("freeze a disk layer"))
 }
 
 /// Bytes that shortening the chain would copy; 0 where it is short enough.

@@ -15,7 +15,7 @@ use axum::{
     extract::{Query, Request},
     response::Response,
 };
-use futures::{Stream, StreamExt, TryStreamExt};
+use futures::{SinkExt, Stream, StreamExt, TryStreamExt};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use jiff::{Timestamp, tz::TimeZone};
 use serde::{Deserialize, Serialize};
@@ -273,7 +273,7 @@ async fn multipart(
             continue;
         };
         // The parts after a failed one are read and dropped by the parser.
-        match upload.write(path, Box::pin(part.map_err(std::io::Error::other))).await {
+        match write_part(upload, path, part).await {
             Ok(entry) => written.push(entry),
             Err(error) => failure = Some(error),
         }
@@ -283,6 +283,20 @@ async fn multipart(
         None if written.is_empty() => Err(HttpError::bad_request("the body has no part named file")),
         None => Ok(written),
     }
+}
+
+/// Writes a part that is read by this task alone: the parser fails where a part and the next one are asked for
+/// at once, as they would be while the guest link lets go of the part's end.
+async fn write_part(upload: &Upload, path: String, mut part: multer::Field<'static>) -> Result<Written, HttpError> {
+    let (mut feed, body) = futures::channel::mpsc::channel(1);
+    let forward = async move {
+        while let Some(piece) = part.next().await {
+            if feed.send(piece.map_err(std::io::Error::other)).await.is_err() {
+                break;
+            }
+        }
+    };
+    tokio::join!(upload.write(path, Box::pin(body)), forward).0
 }
 
 /// Undoes what HTML5 form encoding does to a file name: quote, carriage return and line feed.
