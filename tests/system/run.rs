@@ -32,5 +32,10 @@ async fn files_written_through_the_api_are_what_commands_see_and_back() {
         sandbox.shell("cp deep/er/file.bin copy.bin && stat -c '%s %U %G %a' deep/er/file.bin").await.expect_success();
     assert_eq!(ran.stdout, b"3000001 user user 644\n");
     assert!(sandbox.read("/home/user/copy.bin").await == content, "the bytes differ");
+
+    // A command's own pipes can be opened by their names, by its user too.
+    let ran =
+        sandbox.shell("id -un; echo out >/dev/stdout; echo err | tee /dev/stderr >/dev/null").await.expect_success();
+    assert_eq!((ran.stdout.as_slice(), ran.stderr.as_slice()), (b"user\nout\n".as_slice(), b"err\n".as_slice()));
     server.stop().await;
 }

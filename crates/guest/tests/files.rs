@@ -278,3 +278,15 @@ async fn links_modes_and_home_paths_work() {
     let owner = SetAttributesRequest { owner: Some("nobody-here".to_owned()), mode: None, ..mode };
     assert_eq!(refusal(guest.client.set_attributes(&owner).await).0, ErrorCode::UnknownUser);
 }
+
+/// HTTP/2 takes many frames without content for an attack; none may get onto the link.
+#[tokio::test]
+async fn thousands_of_empty_pieces_do_not_end_the_session() {
+    let guest = Guest::start().await;
+    let pieces = || futures::stream::iter(["", "a", "", "", "b", ""].map(|piece| Ok(piece.into())));
+    for _ in 0..500 {
+        guest.client.write_file(&write(guest.path("pieces")), Box::pin(pieces())).await.expect("written");
+    }
+    assert_eq!(std::fs::read(guest.path("pieces")).expect("read"), b"ab");
+    assert!(guest.client.is_open());
+}

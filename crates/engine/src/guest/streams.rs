@@ -156,7 +156,8 @@ pub(super) async fn split_entry(mut body: Answer) -> Result<(EntryInfo, super::B
     Ok((info, Box::pin(first.chain(rest))))
 }
 
-/// A request's body from a stream of pieces.
+/// A request's body from a stream of pieces. Empty ones are left out: a peer takes a hundred frames without
+/// content in the life of a session for an attack and ends it.
 pub(super) struct StreamBody(pub(super) super::ByteStream);
 
 impl Body for StreamBody {
@@ -164,7 +165,12 @@ impl Body for StreamBody {
     type Error = io::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
-        self.0.poll_next_unpin(context).map(|piece| Some(piece?.map(Frame::data)))
+        loop {
+            match ready!(self.0.poll_next_unpin(context)) {
+                Some(Ok(piece)) if piece.is_empty() => {}
+                piece => return Poll::Ready(piece.map(|piece| piece.map(Frame::data))),
+            }
+        }
     }
 }
 
@@ -205,6 +211,9 @@ impl AsyncRead for Port {
 
 impl AsyncWrite for Port {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if bytes.is_empty() {
+            return Poll::Ready(Ok(0));
+        }
         let sender = &mut self.get_mut().sender;
         let closed = |_| io::Error::from(io::ErrorKind::BrokenPipe);
         ready!(sender.poll_reserve(context)).map_err(closed)?;

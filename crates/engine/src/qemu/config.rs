@@ -176,6 +176,7 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
             machine_type: command_line::MACHINE_TYPE.to_owned(),
             accelerator: Accelerator::Tcg,
             cpu_model: String::new(),
+            hardware_digest: String::new(),
             host_cpu: None,
             kernel_digest: digest(&kernel)?,
             initramfs_digest: digest(&initramfs)?,
@@ -205,6 +206,7 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
     host.accelerator = accelerator;
     host.needs.accelerator = accelerator;
     host.needs.cpu_model = command_line::cpu_model(accelerator).to_owned();
+    host.needs.hardware_digest = command_line::hardware_digest(accelerator);
     match accelerator {
         Accelerator::Kvm => host.needs.host_cpu = Some(host_cpu()),
         Accelerator::Tcg | Accelerator::None => host.needs.tsc_khz = Some(clock::tsc_khz()),

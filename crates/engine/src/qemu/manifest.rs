@@ -46,6 +46,9 @@ pub(crate) struct Needs {
     pub(crate) machine_type: String,
     pub(crate) accelerator: Accelerator,
     pub(crate) cpu_model: String,
+    /// Over its devices and what its kernel is told ([`hardware_digest`](super::command_line::hardware_digest)).
+    #[serde(default)]
+    pub(crate) hardware_digest: String,
     /// The host's processor, where guests see it.
     pub(crate) host_cpu: Option<String>,
     pub(crate) kernel_digest: String,
@@ -172,6 +175,7 @@ impl Needs {
             ("machine type", theirs.machine_type.clone(), here.machine_type.clone()),
             ("accelerator", theirs.accelerator.to_string(), here.accelerator.to_string()),
             ("processor model", theirs.cpu_model.clone(), here.cpu_model.clone()),
+            ("devices and kernel settings", theirs.hardware_digest.clone(), here.hardware_digest.clone()),
             ("host processor", cpu(theirs), cpu(here)),
             ("kernel", theirs.kernel_digest.clone(), here.kernel_digest.clone()),
             ("initial file system", theirs.initramfs_digest.clone(), here.initramfs_digest.clone()),
@@ -207,6 +211,7 @@ mod tests {
             machine_type: "microvm".to_owned(),
             accelerator: Accelerator::Tcg,
             cpu_model: "max".to_owned(),
+            hardware_digest: "h".to_owned(),
             host_cpu: None,
             kernel_digest: "k".to_owned(),
             initramfs_digest: "i".to_owned(),

@@ -103,6 +103,9 @@ fn begin(agent: &Agent, request: &StartRequest) -> Result<Begun> {
     let argv = argv(&request.command);
     let cgroup = agent.cgroups().map(super::Cgroups::make).transpose().map_err(out_of("make the process's cgroup"))?;
     let pipes = Pipes::make(request).map_err(out_of("make the process's pipes"))?;
+    if agent.is_machine() {
+        pipes.give_to(account.uid, account.gid).map_err(out_of("give the process its pipes"))?;
+    }
     let plan = Plan {
         candidates: c_strings(candidates(&argv[0], &env).into_iter())?,
         argv: c_strings(argv.iter().cloned())?,
@@ -253,6 +256,17 @@ impl Pipes {
             Self::Three { child, .. } => [child[0].as_raw_fd(), child[1].as_raw_fd(), child[2].as_raw_fd()],
             Self::Terminal { slave, .. } => [slave.as_raw_fd(); 3],
         }
+    }
+
+    /// Lets the process's user open them anew by name, as `tee /dev/stderr` does.
+    fn give_to(&self, user: u32, group: u32) -> io::Result<()> {
+        let ends: &[&OwnedFd] = match self {
+            Self::Three { stdin: Some(_), child: [stdin, stdout, stderr], .. } => &[stdin, stdout, stderr],
+            // Its input is the machine's `/dev/null`.
+            Self::Three { child: [_, stdout, stderr], .. } => &[stdout, stderr],
+            Self::Terminal { slave, .. } => &[slave],
+        };
+        ends.iter().try_for_each(|end| std::os::unix::fs::fchown(end, Some(user), Some(group)))
     }
 
     fn is_terminal(&self) -> bool {
