@@ -79,11 +79,8 @@ async fn remove_unused(host: &Host, qmp: &Qmp, directory: &MachineDir, unused: &
 
 /// Takes frozen layers away from the emulator whose snapshot went no further than the switch.
 fn close_frozen(directory: &MachineDir, record: &Record) -> Result<(), EngineError> {
-    let frozen = record.disk.iter().flat_map(|disk| &disk.frozen).filter(|layer| layer.known.is_none());
-    frozen
-        .map(|layer| directory.freeze_layer(&layer.id))
-        .collect::<io::Result<()>>()
-        .map_err(EngineError::host("freeze a disk layer"))
+    let mut frozen = record.disk.iter().flat_map(|disk| &disk.frozen).filter(|layer| layer.known.is_none());
+    frozen.try_for_each(|layer| directory.freeze_layer(&layer.id)).map_err(EngineError::host("freeze a disk layer"))
 }
 
 /// Bytes that shortening the chain would copy; 0 where it is short enough.
