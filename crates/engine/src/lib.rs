@@ -142,6 +142,16 @@ pub trait Engine: Send + Sync + 'static {
     /// # Errors
     /// [`EngineError::NoCapacity`] says what is short and by how much.
     fn check_capacity(&self, shape: &MachineShape) -> Result<(), EngineError>;
+
+    /// Whether so many machines of this shape fit that start side by side from one snapshot and share its pages.
+    /// `snapshot_bytes`: what the snapshot's memory holds beside its template's.
+    ///
+    /// # Errors
+    /// As for [`Engine::check_capacity`].
+    fn check_fork_capacity(&self, shape: &MachineShape, count: u32, snapshot_bytes: u64) -> Result<(), EngineError> {
+        let _ = (count, snapshot_bytes);
+        self.check_capacity(shape)
+    }
 }
 
 /// One machine. Its owner alone calls `resume`, `pause` and `kill`.

@@ -209,8 +209,8 @@ pub enum OnTimeout {
     Stop,
 }
 
-/// How long after the last activity a sandbox goes down, tier by tier. Activity is a request to the guest
-/// and every stream from it that is open.
+/// How long after the last activity a sandbox goes down, tier by tier. Activity is a request to the guest,
+/// every stream from it that is open, and with [`IdleRules::busy_percent`] work of the guest's own.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct IdleRules {
     /// Into standby.
@@ -219,6 +219,10 @@ pub struct IdleRules {
     pub hibernate_after: Option<Duration>,
     /// Its end, whatever tier it is in by then, stopped included.
     pub delete_after: Option<Duration>,
+    /// A guest that uses this many per cent of one processor when its time is up is not idle. `None`: what the
+    /// guest does by itself does not count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub busy_percent: Option<u32>,
 }
 
 /// How a sandbox lives on without being asked. Kept through every tier.

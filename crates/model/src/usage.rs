@@ -125,6 +125,16 @@ pub struct Costs {
     pub egress: u64,
 }
 
+impl AddAssign for Costs {
+    fn add_assign(&mut self, other: Self) {
+        self.cpu = self.cpu.saturating_add(other.cpu);
+        self.memory = self.memory.saturating_add(other.memory);
+        self.disk = self.disk.saturating_add(other.disk);
+        self.snapshots = self.snapshots.saturating_add(other.snapshots);
+        self.egress = self.egress.saturating_add(other.egress);
+    }
+}
+
 impl Costs {
     /// All of it.
     pub fn total(&self) -> u64 {

@@ -28,7 +28,7 @@ use crate::{
     dirs::{Kind, bytes_of},
     error::{chain, store_error},
     live::Live,
-    meter,
+    meter::{self, Past},
     owner::{Owner, Place},
 };
 
@@ -57,8 +57,11 @@ pub(crate) async fn adopt_all(core: &Arc<Core>) -> Result<(), ServiceError> {
         Err(error) => warn!(error = &error as &dyn std::error::Error, "not all machines without a sandbox are removed"),
     }
     let now = core.now();
+    // Its owner may have begun already.
     let is_over = |sandbox: &Sandbox| {
-        sandbox.state == SandboxState::Running && sandbox.rules.on_timeout == OnTimeout::Kill && sandbox.deadline <= now
+        matches!(sandbox.state, SandboxState::Running | SandboxState::Killing)
+            && sandbox.rules.on_timeout == OnTimeout::Kill
+            && sandbox.deadline <= now
     };
     let expired = adopted.iter().filter(|live| is_over(&live.view.borrow().sandbox));
     let ends = futures::future::join_all(expired.map(Live::ended));
@@ -114,13 +117,13 @@ async fn settle(core: &Arc<Core>, sandbox: Sandbox, intended: Option<Ending>) ->
         return finish(core, &sandbox, intended, detail.to_owned()).await;
     };
     info!(id = %sandbox.id, state = %sandbox.state, "adopted");
-    let last = core.store().last_usage(sandbox.id.as_str()).await.map_err(store_error)?;
+    let past = Past::of(core, &sandbox).await?;
     let bytes = sandbox.saved.as_ref().map_or(0, |saved| bytes_of(&core.dirs.path(Kind::Paused, saved)));
     let machine = match &place {
         Place::Running(machine) | Place::Standby(machine) | Place::Resuming(machine) => Some(machine),
         _ => None,
     };
-    core.meter.adopt(&sandbox, machine, bytes, last, core.now());
+    core.meter.adopt(&sandbox, machine, bytes, past, core.now());
     Ok(Some(Owner::spawn_adopted(core, sandbox, place)))
 }
 
@@ -220,6 +223,8 @@ async fn finish(
         _ => (SandboxState::Gone, found(EndCause::HostLost)),
     };
     info!(id = %sandbox.id, cause = ?ending.cause, detail = ending.detail, "recorded as {state}");
+    core.meter.adopt_ended(sandbox, Past::of(core, sandbox).await?);
+    core.meter.settle(core).await;
     core.store().finish(&sandbox.id, state, &ending).await.map_err(store_error)?;
     Ok(None)
 }

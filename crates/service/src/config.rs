@@ -15,8 +15,11 @@ pub struct ServiceConfig {
     pub store: Store,
     /// Where `snapshots/` and `paused/` are; on the file system of the engine's machines.
     pub state_dir: PathBuf,
-    /// Restored, paused machines kept ready per template; zero: none.
+    /// Restored, paused machines kept ready per template, at least; more, and some per snapshot, by what was asked
+    /// for lately. Zero: none at all.
     pub pool_size: usize,
+    /// Memory all of them may hold together, in MiB: what they do not share.
+    pub pool_memory_mib: u64,
     /// Longest lifetime a request may ask for.
     pub max_lifetime: Duration,
     /// Creates under way at the same time; more are refused.
@@ -56,6 +59,7 @@ impl ServiceConfig {
             state_dir: store.directory(),
             store,
             pool_size: 2,
+            pool_memory_mib: 1024,
             max_lifetime: Duration::from_secs(24 * 3600),
             max_creates_in_flight: 256,
             max_sandboxes: 10_000,

@@ -40,6 +40,7 @@ pub(crate) struct Core {
     pub(crate) restores: Semaphore,
     creates: Arc<Count>,
     sandboxes: Arc<Count>,
+    moves: Arc<Count>,
     tracker: TaskTracker,
     stop: CancellationToken,
 }
@@ -64,12 +65,13 @@ impl Core {
         let count = |max| Arc::new(Count { now: AtomicUsize::new(0), max });
         Self {
             registry: Registry::default(),
-            pool: Pool::new(config.pool_size),
+            pool: Pool::new(config.pool_size, config.pool_memory_mib << 20),
             dirs: StateDirs::new(config.state_dir.clone()),
             meter: Meter::default(),
             restores: Semaphore::new(config.concurrent_restores.max(1)),
             creates: count(config.max_creates_in_flight),
             sandboxes: count(config.max_sandboxes),
+            moves: count(usize::MAX),
             tracker: TaskTracker::new(),
             stop: CancellationToken::new(),
             config,
@@ -111,6 +113,16 @@ impl Core {
     pub(crate) fn count_adopted(&self) -> Ticket {
         self.sandboxes.now.fetch_add(1, Ordering::SeqCst);
         Ticket(Arc::clone(&self.sandboxes))
+    }
+
+    /// To be held while a sandbox is on its way from one tier or machine to another: a shutdown waits for that.
+    pub(crate) fn begin_move(&self) -> Ticket {
+        self.moves.now.fetch_add(1, Ordering::SeqCst);
+        Ticket(Arc::clone(&self.moves))
+    }
+
+    pub(crate) fn moves_in_flight(&self) -> usize {
+        self.moves.now.load(Ordering::SeqCst)
     }
 
     pub(crate) fn creates_in_flight(&self) -> usize {

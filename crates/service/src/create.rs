@@ -20,13 +20,15 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
-    ServiceError,
+    ServiceError, StateOf,
     core::{Core, Pauses},
     error::store_error,
-    live::Source,
+    live::{Source, Take},
 };
 
 const ENTROPY_BYTES: usize = 48;
+/// Set in every process of a forked child.
+const FORK_INDEX: &str = "STOCKADE_FORK_INDEX";
 /// Tries to remove a machine before the caller is answered; further ones go on behind its back.
 const TRIES_BEFORE_ANSWER: usize = 3;
 
@@ -94,8 +96,8 @@ pub(crate) async fn make(
         sandbox.machine = Some(fresh);
     }
     let id = sandbox.machine.clone().expect("a sandbox is recorded with the machine it will have");
-    let machine =
-        start(core, &id, &template.directory, order.source.as_ref().map(|source| &*source.directory), cancel).await?;
+    let from = order.source.as_ref().map_or(StartFrom::Template, StartFrom::of_snapshot);
+    let machine = start(core, &id, &template.directory, from, cancel).await?;
     match bring_up(core, &machine, sandbox, &template.template, cancel).await {
         Ok(()) => Ok(machine),
         Err(unmade) => {
@@ -105,13 +107,36 @@ pub(crate) async fn make(
     }
 }
 
-/// Starts a machine, from a snapshot over the template if there is one. A cancel does not cut a start short,
+/// What a machine is started from, beside its template.
+pub(crate) enum StartFrom<'a> {
+    Template,
+    State { directory: &'a Path, take: Take, of: StateOf },
+}
+
+impl<'a> StartFrom<'a> {
+    pub(crate) fn of_snapshot(source: &'a Source) -> Self {
+        Self::State { directory: &source.directory, take: source.take, of: StateOf::Snapshot(source.id.clone()) }
+    }
+
+    /// An error with the name of what cannot be used, if it is that.
+    fn explain(&self, error: EngineError) -> ServiceError {
+        let Self::State { directory, of, .. } = self else { return error.into() };
+        let is_ours = match &error {
+            EngineError::Mismatch { .. } => true,
+            EngineError::Damaged { path, .. } => path.starts_with(directory),
+            _ => false,
+        };
+        if is_ours { ServiceError::StateUnusable { of: of.clone(), source: error } } else { error.into() }
+    }
+}
+
+/// Starts a machine, from saved state over the template if there is some. A cancel does not cut a start short,
 /// only the wait for its turn.
 pub(crate) async fn start(
     core: &Arc<Core>,
     id: &MachineId,
     template: &Path,
-    snapshot: Option<&Path>,
+    from: StartFrom<'_>,
     cancel: &CancellationToken,
 ) -> Result<Arc<dyn Machine>, Unmade> {
     let _permit = tokio::select! {
@@ -120,13 +145,18 @@ pub(crate) async fn start(
     };
     let patience = core.config.step_patience;
     let start = async {
-        match snapshot {
-            Some(snapshot) => core.engine().start_from_snapshot(id, template, snapshot).await,
-            None => core.engine().start(id, template).await,
+        match &from {
+            StartFrom::Template => core.engine().start(id, template).await,
+            StartFrom::State { directory, take: Take::All, .. } => {
+                core.engine().start_from_snapshot(id, template, directory).await
+            }
+            StartFrom::State { directory, take: Take::Disk, .. } => {
+                core.engine().boot_from_snapshot(id, template, directory).await
+            }
         }
     };
     match tokio::time::timeout(patience, start).await {
-        Ok(started) => Ok(started?),
+        Ok(started) => Ok(started.map_err(|error| from.explain(error))?),
         Err(_) => {
             let (core, id) = (Arc::clone(core), id.clone());
             core.clone().spawn(async move { core.reap_for_certain(&id).await });
@@ -167,6 +197,10 @@ fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template) -> Identity 
     getrandom::fill(&mut entropy).expect("the kernel's random generator works once it is seeded");
     let mut env = template.env.clone();
     env.extend(sandbox.env.clone());
+    // Which of its siblings a child is: so that one command can do eight different things in eight children.
+    if let Some(index) = sandbox.lineage.fork_index {
+        env.insert(FORK_INDEX.to_owned(), index.to_string());
+    }
     Identity {
         sandbox_id: sandbox.id.to_string(),
         template_id: template.id.to_string(),

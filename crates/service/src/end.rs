@@ -59,7 +59,7 @@ impl Owner {
 
     async fn try_end(&mut self, machine: Option<&Arc<dyn Machine>>, ending: &Ending) -> Result<(), ServiceError> {
         if self.sandbox.state != SandboxState::Killing {
-            self.core.meter.end(&self.sandbox.id, self.core.now());
+            self.core.meter.end(&self.sandbox.id, ending.at);
             self.core.store().begin_end(&self.sandbox.id, ending).await.map_err(store_error)?;
             self.sandbox.state = SandboxState::Killing;
             self.show(None);
@@ -70,6 +70,7 @@ impl Owner {
         if let Some(saved) = &self.sandbox.saved {
             self.core.dirs.remove(Kind::Paused, saved).await?;
         }
+        self.core.meter.settle(&self.core).await;
         self.finish(SandboxState::Gone, ending).await
     }
 
@@ -83,6 +84,7 @@ impl Owner {
         };
         let ending = self.ending(cause, detail);
         self.core.meter.end(&self.sandbox.id, ending.at);
+        self.core.meter.settle(&self.core).await;
         self.finish_for_certain(SandboxState::Gone, &ending).await;
         let core = Arc::clone(&self.core);
         create::remove_soon(&core, machine).await;

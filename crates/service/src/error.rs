@@ -1,8 +1,26 @@
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use stockade_engine::EngineError;
 use stockade_model::{Ending, SandboxId, SandboxState, SnapshotId};
 use stockade_store::StoreError;
+
+/// Whose state is kept on the disk.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum StateOf {
+    /// A snapshot.
+    Snapshot(SnapshotId),
+    /// A sandbox that is hibernated or stopped.
+    Sandbox(SandboxId),
+}
+
+impl fmt::Display for StateOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Snapshot(id) => write!(f, "snapshot {id}"),
+            Self::Sandbox(id) => write!(f, "the saved state of sandbox {id}"),
+        }
+    }
+}
 
 /// Why the service did not do what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +64,16 @@ pub enum ServiceError {
     SnapshotInUse {
         /// Which.
         id: SnapshotId,
+    },
+    /// What is kept on the disk was made by something this host has not, or is not what was written; nothing else
+    /// is touched by that.
+    #[error("{of} cannot be used")]
+    StateUnusable {
+        /// Whose state.
+        of: StateOf,
+        /// [`EngineError::Mismatch`] or [`EngineError::Damaged`].
+        #[source]
+        source: EngineError,
     },
     /// A field of the request makes no sense.
     #[error("{field} {problem}")]

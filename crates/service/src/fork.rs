@@ -21,7 +21,7 @@ use crate::{
     create::{Created, Order},
     dirs::Kind,
     error::store_error,
-    live::{Live, SnapshotPlan, Source, Verb},
+    live::{Live, SnapshotPlan, Source, Take, Verb},
     owner::Owner,
     request,
 };
@@ -58,7 +58,10 @@ impl Service {
             crate::service::Found::Ended(sandbox) => return Err(crate::service::ended(*sandbox)),
         };
         let tickets = (0..request.count).map(|_| core.admit()).collect::<Result<Vec<_>, _>>()?;
-        core.check_capacity(&parent.shape, request.count)?;
+        // What the parent holds of its own is what the children will share.
+        let machine = live.view.borrow().machine.clone();
+        let held = machine.and_then(|machine| machine.usage().ok()).map_or(0, |usage| usage.private_bytes);
+        core.engine().check_fork_capacity(&parent.shape, request.count, held)?;
         // Carried through also for a caller that goes away.
         let (done, outcome) = tokio::sync::oneshot::channel();
         let (task, service) = (Arc::clone(core), Arc::downgrade(&self.handle));
@@ -154,8 +157,14 @@ async fn make_children(
     let lifetime = request.lifetime.unwrap_or(parent.lifetime);
     let directory = core.dirs.path(Kind::Snapshot, &record.snapshot.id);
     let children = (0..request.count).zip(tickets).map(|(index, tickets)| {
-        let source =
-            Source { snapshot: None, directory: directory.clone(), _lease: Some(core.dirs.lease(&record.snapshot.id)) };
+        let source = Source {
+            id: record.snapshot.id.clone(),
+            is_recorded: false,
+            directory: directory.clone(),
+            has_memory: true,
+            take: Take::All,
+            _lease: Some(core.dirs.lease(&record.snapshot.id)),
+        };
         let order = Order { template: template.clone(), source: Some(source), lifetime, key: None };
         let child = child(core, parent, request, index, lifetime);
         Owner::spawn_create(core, child, order, tickets)

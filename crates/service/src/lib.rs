@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use stockade_model::{ApiKeyId, IdleRules, OnTimeout, SandboxId, SandboxState, Tier, WorkspaceId};
+use stockade_model::{ApiKeyId, IdleRules, LifeRules, OnTimeout, SandboxId, SandboxState, Tier, WorkspaceId};
 
 mod activity;
 mod adopt;
@@ -38,11 +38,11 @@ mod usage;
 
 pub use clock::{Clock, SystemClock};
 pub use config::ServiceConfig;
-pub use error::ServiceError;
+pub use error::{ServiceError, StateOf};
 pub use metrics::MetricsSample;
 pub use service::Service;
 pub use stockade_engine::SnapshotScope;
-pub use usage::{UsageFilter, UsageReportRow};
+pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 
 /// Who asks: found from an API key.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -70,8 +70,36 @@ pub struct CreateSandbox {
     pub auto_resume: bool,
     /// When it goes down by itself for want of use.
     pub idle: IdleRules,
+    /// From a snapshot: boot from its disk, whatever else is in it.
+    pub from_disk: bool,
     /// The same key within a day gives the same sandbox; another request under it is refused.
     pub idempotency_key: Option<String>,
+}
+
+/// Rules to be changed; `None`: as they are.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct LifeChange {
+    /// What happens when its lifetime is over.
+    pub on_timeout: Option<OnTimeout>,
+    /// Whether a request to its guest brings it back from a pause.
+    pub auto_resume: Option<bool>,
+    /// When it goes down by itself for want of use; all of these rules.
+    pub idle: Option<IdleRules>,
+}
+
+impl LifeChange {
+    /// Whether nothing is to change.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    pub(crate) fn apply(self, rules: LifeRules) -> LifeRules {
+        LifeRules {
+            on_timeout: self.on_timeout.unwrap_or(rules.on_timeout),
+            auto_resume: self.auto_resume.unwrap_or(rules.auto_resume),
+            idle: self.idle.unwrap_or(rules.idle),
+        }
+    }
 }
 
 /// A snapshot to be taken.

@@ -12,7 +12,7 @@ use stockade_model::{EndCause, Ending, Sandbox, SandboxId, SnapshotId};
 use stockade_store::SnapshotRecord;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::{ServiceError, activity::Activity, dirs::Lease, metrics::History};
+use crate::{LifeChange, ServiceError, activity::Activity, dirs::Lease, metrics::History};
 
 /// Requests an owner keeps waiting; whoever sends more waits in its stead.
 const INBOX: usize = 32;
@@ -25,6 +25,8 @@ pub(crate) enum Verb {
     Kill { cause: EndCause, reply: Reply<()> },
     /// Move the deadline.
     SetLifetime { lifetime: Duration, only_later: bool, reply: Reply<Sandbox> },
+    /// Change the rules it lives by.
+    SetRules { change: LifeChange, reply: Reply<Sandbox> },
     /// The machine, once it takes commands. `wake`: a paused sandbox that resumes by itself does so.
     Machine { wake: bool, reply: Reply<Arc<dyn Machine>> },
     /// Take a snapshot.
@@ -32,7 +34,7 @@ pub(crate) enum Verb {
     /// Go down.
     Pause { target: Target, reply: Reply<Sandbox> },
     /// Come back.
-    Resume { lifetime: Option<Duration>, reply: Reply<Sandbox> },
+    Resume { lifetime: Option<Duration>, take: Take, reply: Reply<Sandbox> },
     /// Go on from a snapshot.
     Rollback { source: Source, reply: Reply<Sandbox> },
     /// Go on as the child does, which ends.
@@ -60,12 +62,25 @@ pub(crate) enum Target {
     Stopped,
 }
 
-/// Saved state to start from.
+/// A snapshot to start from.
 pub(crate) struct Source {
-    /// `None`: it is no snapshot with a record.
-    pub(crate) snapshot: Option<SnapshotId>,
+    pub(crate) id: SnapshotId,
+    /// False: it is the moment between a parent and its children, which has no record.
+    pub(crate) is_recorded: bool,
     pub(crate) directory: PathBuf,
+    pub(crate) has_memory: bool,
+    pub(crate) take: Take,
     pub(crate) _lease: Option<Lease>,
+}
+
+/// What of saved state is started from.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) enum Take {
+    /// All there is.
+    #[default]
+    All,
+    /// The disk alone, which boots.
+    Disk,
 }
 
 /// A halted machine that another sandbox may take.
@@ -81,6 +96,12 @@ pub(crate) struct View {
     pub(crate) sandbox: Sandbox,
     /// Present while it takes commands.
     pub(crate) machine: Option<Arc<dyn Machine>>,
+}
+
+impl View {
+    fn serves(&self, machine: &Arc<dyn Machine>) -> bool {
+        self.machine.as_ref().is_some_and(|now| Arc::ptr_eq(now, machine))
+    }
 }
 
 /// The way to one owner.
@@ -140,11 +161,15 @@ impl Live {
         while view.changed().await.is_ok() {}
     }
 
+    /// Whether a machine is the one that takes commands.
+    pub(crate) fn serves(&self, machine: &Arc<dyn Machine>) -> bool {
+        self.view.borrow().serves(machine)
+    }
+
     /// Waits until a machine is no longer the one that takes commands.
     pub(crate) async fn replaced(&self, machine: &Arc<dyn Machine>) {
         let mut view = self.view.clone();
-        let is_it = |view: &View| view.machine.as_ref().is_some_and(|now| Arc::ptr_eq(now, machine));
-        view.wait_for(|view| !is_it(view)).await.ok();
+        view.wait_for(|view| !view.serves(machine)).await.ok();
     }
 }
 
@@ -159,6 +184,7 @@ impl Verb {
         match self {
             Self::Kill { reply, .. } => drop(reply.send(Err(error))),
             Self::SetLifetime { reply, .. }
+            | Self::SetRules { reply, .. }
             | Self::Pause { reply, .. }
             | Self::Resume { reply, .. }
             | Self::Rollback { reply, .. }

@@ -2,9 +2,10 @@
 //!
 //! A subject has one open row; a change of state closes it, to the millisecond, and opens the next. Processor
 //! time is the difference of the machine's own counter, which the row remembers with the machine's id: a server
-//! that comes after us goes on where the row ends, so that time in which no server ran is counted once, and a
-//! row that was not written is counted again from the row before. Memory and disk are bytes held times time.
-//! Starting a machine is not charged: its counter is read when it begins to take commands.
+//! that comes after us goes on where the row ends, so that time in which no server ran is counted once. What
+//! became of a sandbox after its last row was written it reads from the sandbox's events, which have the same
+//! times. Memory and disk are bytes held times time. Starting a machine is not charged: its counter is read when
+//! it begins to take commands.
 
 use std::{
     collections::HashMap,
@@ -15,7 +16,7 @@ use std::{
 use jiff::Timestamp;
 use stockade_engine::Machine;
 use stockade_model::{Sandbox, SandboxId, SandboxState, Snapshot, SnapshotId, Tier, Usage};
-use stockade_store::{Metered, StoreError, UsageRow};
+use stockade_store::{Metered, SandboxEvent, StoreError, UsageRow};
 use tokio::time::{MissedTickBehavior, interval};
 use tracing::warn;
 
@@ -78,48 +79,66 @@ impl Meter {
             subject: subject.clone(),
             sequence,
             sandbox: sandbox.id.clone(),
-            state: word(sandbox).to_owned(),
+            state: word(sandbox.state, sandbox.tier).to_owned(),
             from: now,
             to: now,
             machine: machine.map(|machine| machine.id().clone()),
             cpu_seen: reading.cpu.unwrap_or_default(),
+            memory_seen: reading.memory_bytes,
+            disk_seen: reading.disk_bytes,
             usage: Usage::default(),
         };
         book.open.insert(subject, Account::new(row, machine, reading, false));
     }
 
-    /// A sandbox is found again; `last` is its last row. Goes on with that if nothing has changed.
+    /// A sandbox is found again. Goes on with its last row, by way of what became of it after that was written.
     pub(crate) fn adopt(
         &self,
         sandbox: &Sandbox,
         machine: Option<&Arc<dyn Machine>>,
         saved_bytes: u64,
-        last: Option<UsageRow>,
+        past: Past,
         now: Timestamp,
     ) {
-        let Some(last) = last else { return self.enter(sandbox, machine, saved_bytes, now) };
-        let is_same = last.state == word(sandbox) && last.machine.as_ref() == machine.map(|machine| machine.id());
-        let account = Account::new(last, machine, read(machine, saved_bytes), false);
-        self.lock().open.insert(sandbox.id.to_string(), account);
-        if !is_same {
-            // What it was until now is not known: the time since the last row is not counted.
-            let mut book = self.lock();
-            if let Some(account) = book.open.get_mut(sandbox.id.as_str()) {
-                account.machine = None;
-                (account.memory_bytes, account.disk_bytes) = (0, 0);
-                account.row.to = now.max(account.row.to);
-            }
+        let mut book = self.lock();
+        book.metered.push(metered(sandbox));
+        let Some(mut account) = past.catch_up(sandbox, &mut book.closed) else {
             drop(book);
+            return self.enter(sandbox, machine, saved_bytes, now);
+        };
+        let mut is_same = account.row.state == word(sandbox.state, sandbox.tier);
+        if is_same {
+            // What it holds now it is taken to have held since its row was written.
+            let Reading { memory_bytes, disk_bytes, .. } = read(machine, saved_bytes);
+            (account.memory_bytes, account.disk_bytes) = (memory_bytes, disk_bytes);
+            is_same = account.row.machine.as_ref() == machine.map(|machine| machine.id());
+        }
+        if is_same {
+            account.machine = machine.cloned();
+        }
+        book.open.insert(sandbox.id.to_string(), account);
+        drop(book);
+        if !is_same {
             self.enter(sandbox, machine, saved_bytes, now);
         }
     }
 
-    /// A snapshot is kept from now on; it counts for the sandbox it was taken of.
-    pub(crate) fn enter_snapshot(&self, snapshot: &Snapshot, bytes: u64, now: Timestamp) {
-        self.adopt_snapshot(snapshot, bytes, None, now);
+    /// A sandbox of which nothing is left: what it used until the last that is known of it.
+    pub(crate) fn adopt_ended(&self, sandbox: &Sandbox, past: Past) {
+        let mut book = self.lock();
+        book.metered.push(metered(sandbox));
+        if let Some(account) = past.catch_up(sandbox, &mut book.closed) {
+            book.closed.push(account.row);
+        }
     }
 
-    pub(crate) fn adopt_snapshot(&self, snapshot: &Snapshot, bytes: u64, last: Option<UsageRow>, now: Timestamp) {
+    /// A snapshot is kept from now on; it counts for the sandbox it was taken of.
+    pub(crate) fn enter_snapshot(&self, snapshot: &Snapshot, bytes: u64) {
+        self.adopt_snapshot(snapshot, bytes, None);
+    }
+
+    pub(crate) fn adopt_snapshot(&self, snapshot: &Snapshot, bytes: u64, last: Option<UsageRow>) {
+        let now = snapshot.created_at;
         let subject = snapshot.id.to_string();
         let row = last.unwrap_or_else(|| UsageRow {
             subject: subject.clone(),
@@ -130,6 +149,8 @@ impl Meter {
             to: now,
             machine: None,
             cpu_seen: 0,
+            memory_seen: 0,
+            disk_seen: bytes,
             usage: Usage::default(),
         });
         let reading = Reading { cpu: None, memory_bytes: 0, disk_bytes: bytes };
@@ -175,15 +196,29 @@ impl Meter {
         }
     }
 
-    /// Writes all that is not written. What fails is kept for the next time.
+    /// Reads and writes everything. What fails is kept for the next time.
     pub(crate) async fn flush(&self, core: &Core) -> Result<(), StoreError> {
         let _writing = self.writing.lock().await;
         self.sample(core).await;
+        self.write(core, true).await
+    }
+
+    /// Writes what is closed: to be called before a subject's record is final, for nobody comes back to it.
+    pub(crate) async fn settle(&self, core: &Core) {
+        let _writing = self.writing.lock().await;
+        if let Err(error) = self.write(core, false).await {
+            warn!(error = &error as &dyn std::error::Error, "usage not written, trying again");
+        }
+    }
+
+    async fn write(&self, core: &Core, open_too: bool) -> Result<(), StoreError> {
         let (metered, closed, rows) = {
             let mut book = self.lock();
             let (metered, closed) = (std::mem::take(&mut book.metered), std::mem::take(&mut book.closed));
             let mut rows = closed.clone();
-            rows.extend(book.open.values().map(|account| account.row.clone()));
+            if open_too {
+                rows.extend(book.open.values().map(|account| account.row.clone()));
+            }
             (metered, closed, rows)
         };
         let written = core.store().put_usage(&metered, &rows).await;
@@ -220,6 +255,12 @@ impl Account {
         Self { row, machine: machine.cloned(), memory_bytes, disk_bytes, is_snapshot }
     }
 
+    /// Goes on with a row by what was seen last.
+    fn of_row(row: UsageRow) -> Self {
+        let (memory_bytes, disk_bytes) = (row.memory_seen, row.disk_seen);
+        Self { row, machine: None, memory_bytes, disk_bytes, is_snapshot: false }
+    }
+
     /// Takes what a machine says. One that is gone says nothing: what it last said stands.
     fn note(&mut self, reading: Reading) {
         let Some(cpu) = reading.cpu else { return };
@@ -228,6 +269,7 @@ impl Account {
         self.row.usage.cpu_micros += u128::from(used);
         self.row.cpu_seen = cpu;
         (self.memory_bytes, self.disk_bytes) = (reading.memory_bytes, reading.disk_bytes);
+        (self.row.memory_seen, self.row.disk_seen) = (reading.memory_bytes, reading.disk_bytes);
     }
 
     /// Counts what is held up to now; a row that has become too long is closed and the next begun.
@@ -264,6 +306,71 @@ impl Account {
     }
 }
 
+/// What is known of a sandbox an earlier server metered.
+pub(crate) struct Past {
+    /// Its last row.
+    pub(crate) last: Option<UsageRow>,
+    /// All that happened to it, oldest first.
+    pub(crate) events: Vec<SandboxEvent>,
+}
+
+impl Past {
+    pub(crate) async fn of(core: &Core, sandbox: &Sandbox) -> Result<Self, ServiceError> {
+        let last = core.store().last_usage(sandbox.id.as_str()).await.map_err(store_error)?;
+        let events = core.store().events(&sandbox.workspace, &sandbox.id).await.map_err(store_error)?;
+        Ok(Self { last, events })
+    }
+
+    /// Goes on with the last row up to the last event. `None`: it has not run yet, or uses nothing any more.
+    fn catch_up(self, sandbox: &Sandbox, closed: &mut Vec<UsageRow>) -> Option<Account> {
+        let counted = self.last.as_ref().map_or(Timestamp::MIN, |last| last.to);
+        let mut account = self.last.map(Account::of_row);
+        for event in self.events.into_iter().filter(|event| event.at >= counted) {
+            let state = match event.state {
+                SandboxState::Running | SandboxState::Paused | SandboxState::Stopped => {
+                    Some(word(event.state, event.tier))
+                }
+                SandboxState::Killing | SandboxState::Gone | SandboxState::Failed => None,
+                // Until it has arrived it is what it was.
+                SandboxState::Creating | SandboxState::Pausing | SandboxState::Resuming => continue,
+            };
+            if account.as_ref().map(|account| account.row.state.as_str()) == state {
+                continue;
+            }
+            let before = account.take().map(|mut account| {
+                account.advance(event.at, closed);
+                closed.push(account.row.clone());
+                account.row
+            });
+            account = state.map(|state| Account::of_row(row_after(sandbox, before, state, event.at)));
+        }
+        account
+    }
+}
+
+/// The row of a state that nobody has looked at yet, after the row of another.
+fn row_after(sandbox: &Sandbox, before: Option<UsageRow>, state: &str, from: Timestamp) -> UsageRow {
+    let sequence = before.as_ref().map_or(0, |row| row.sequence + 1);
+    // In these it has a machine, the same in a pause and back.
+    let has_machine = ["running", "standby"].contains(&state);
+    let seen = before.filter(|_| has_machine);
+    let (cpu_seen, memory_seen, disk_seen) =
+        seen.as_ref().map_or((0, 0, 0), |row| (row.cpu_seen, row.memory_seen, row.disk_seen));
+    UsageRow {
+        subject: sandbox.id.to_string(),
+        sequence,
+        sandbox: sandbox.id.clone(),
+        state: state.to_owned(),
+        from,
+        to: from,
+        machine: seen.and_then(|row| row.machine),
+        cpu_seen,
+        memory_seen,
+        disk_seen,
+        usage: Usage::default(),
+    }
+}
+
 fn read(machine: Option<&Arc<dyn Machine>>, saved_bytes: u64) -> Reading {
     match machine.map(|machine| machine.usage()) {
         Some(Ok(usage)) => Reading {
@@ -275,8 +382,8 @@ fn read(machine: Option<&Arc<dyn Machine>>, saved_bytes: u64) -> Reading {
     }
 }
 
-fn word(sandbox: &Sandbox) -> &'static str {
-    match (sandbox.state, sandbox.tier) {
+fn word(state: SandboxState, tier: Option<Tier>) -> &'static str {
+    match (state, tier) {
         (SandboxState::Paused, Some(Tier::Standby)) => "standby",
         (SandboxState::Paused, _) => "hibernated",
         (state, _) => state.as_str(),
@@ -297,7 +404,7 @@ pub(crate) async fn adopt_snapshots(core: &Core, snapshots: Vec<Snapshot>) -> Re
     for snapshot in snapshots {
         let last = core.store().last_usage(snapshot.id.as_str()).await.map_err(store_error)?;
         let bytes = crate::dirs::bytes_of(&core.dirs.path(crate::dirs::Kind::Snapshot, &snapshot.id));
-        core.meter.adopt_snapshot(&snapshot, bytes, last, core.now());
+        core.meter.adopt_snapshot(&snapshot, bytes, last);
     }
     Ok(())
 }

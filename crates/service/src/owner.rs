@@ -15,6 +15,7 @@
 use std::{collections::VecDeque, panic::AssertUnwindSafe, pin::pin, sync::Arc};
 
 use futures::FutureExt;
+use jiff::Timestamp;
 use stockade_engine::{Machine, MachineExit};
 use stockade_model::{EndCause, Ending, MachineId, Sandbox, SandboxId, SandboxState, Tier};
 use stockade_store::Inserted;
@@ -47,6 +48,8 @@ pub(crate) struct Owner {
     pub(crate) waiting: VecDeque<Verb>,
     pub(crate) activity: Arc<Activity>,
     pub(crate) session: Session,
+    /// When its record was last written: what the meter takes for the time of a change.
+    pub(crate) changed_at: Timestamp,
     /// After a pause of our own that failed: not again before this, and how long to wait after the next.
     pub(crate) not_before: Option<Instant>,
     pub(crate) pauses: Pauses,
@@ -107,6 +110,7 @@ impl Owner {
             waiting: VecDeque::new(),
             activity: Arc::clone(&live.activity),
             session: live.session.clone(),
+            changed_at: core.now(),
             not_before: None,
             pauses: Pauses::default(),
             _registered: registered,
@@ -165,16 +169,19 @@ impl Owner {
         reply: oneshot::Sender<Result<Created, ServiceError>>,
     ) {
         let core = Arc::clone(&self.core);
-        let template = order.template.template.id.clone();
-        let claimed = if order.source.is_some() { None } else { core.pool.claim(&template) };
+        let kind = pool::Kind::of(&order.template.template.id, order.source.as_ref());
+        let claimed = kind.as_ref().and_then(|kind| {
+            let snapshot = order.source.as_ref().map(|source| &*source.directory);
+            core.pool.claim(kind, &order.template.directory, snapshot)
+        });
         let machine = claimed.as_ref().map_or_else(MachineId::random, |machine| machine.id().clone());
         self.sandbox.machine = Some(machine);
         self.show(None);
         match core.store().insert_sandbox(&self.sandbox, order.key.as_ref()).await {
             Ok(Inserted::New) => {}
             other => {
-                if let Some(machine) = claimed {
-                    pool::give_back(&core, &template, machine).await;
+                if let (Some(kind), Some(machine)) = (&kind, claimed) {
+                    pool::give_back(&core, kind, machine).await;
                 }
                 drop(self);
                 let answer = other.map_err(store_error).map(|inserted| match inserted {
@@ -300,6 +307,7 @@ impl Owner {
                 Place::MachineEnded { machine, exit } => return self.machine_ended(machine, exit).await,
                 Place::Taken(ending) => {
                     self.core.meter.end(&self.sandbox.id, ending.at);
+                    self.core.meter.settle(&self.core).await;
                     self.sandbox.state = SandboxState::Gone;
                     self.sandbox.ending = Some(ending);
                     self.show(None);
@@ -340,8 +348,9 @@ impl Owner {
 
     /// Writes a changed life, then takes it for the truth.
     pub(crate) async fn put(&mut self, changed: Sandbox) -> Result<(), ServiceError> {
-        let put = self.core.store().put_life(&changed, self.sandbox.state, self.core.now()).await;
-        put.map_err(store_error)?;
+        let at = self.core.now();
+        self.core.store().put_life(&changed, self.sandbox.state, at).await.map_err(store_error)?;
+        self.changed_at = at;
         if changed.state != self.sandbox.state {
             info!(state = %changed.state, tier = changed.tier.map(Tier::as_str), "recorded");
         }

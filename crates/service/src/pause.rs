@@ -32,6 +32,7 @@ use crate::{
 impl Owner {
     /// From running, or deeper from standby.
     pub(crate) async fn put_down(&mut self, machine: Arc<dyn Machine>, target: Target) -> Moved {
+        let _move = self.core.begin_move();
         match target {
             Target::Standby => self.enter_standby(machine).await,
             Target::Hibernated | Target::Stopped => self.enter_saved(machine, target).await,
@@ -57,7 +58,7 @@ impl Owner {
             return Err((Place::Running(machine), error));
         }
         self.session.close();
-        core.meter.enter(&self.sandbox, Some(&machine), 0, core.now());
+        core.meter.enter(&self.sandbox, Some(&machine), 0, self.changed_at);
         self.show(None);
         Ok(Place::Standby(machine))
     }
@@ -93,7 +94,7 @@ impl Owner {
             return self.undo(before, machine, error).await;
         }
         self.session.close();
-        core.meter.enter(&self.sandbox, None, bytes_of(&directory), core.now());
+        core.meter.enter(&self.sandbox, None, bytes_of(&directory), self.changed_at);
         self.show(None);
         create::remove_soon(&core, machine).await;
         Ok(Place::Saved)

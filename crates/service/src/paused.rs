@@ -10,7 +10,7 @@ use tracing::warn;
 use crate::{
     ServiceError,
     clock::{Clock, Deadline, deadline_after},
-    live::{Target, Verb},
+    live::{Take, Target, Verb},
     owner::{Owner, Place},
 };
 
@@ -49,6 +49,11 @@ impl Owner {
                     let set = self.set_remaining(lifetime, only_later).await;
                     reply.send(set).ok();
                 }
+                Verb::SetRules { change, reply } => {
+                    let set = self.set_rules(change).await;
+                    self.show(None);
+                    reply.send(set).ok();
+                }
                 Verb::Machine { wake: true, reply } if self.sandbox.rules.auto_resume => {
                     return self.wake_for(machine, reply).await;
                 }
@@ -59,8 +64,8 @@ impl Owner {
                     }
                     _ => Verb::Pause { target, reply }.refuse(&self.sandbox),
                 },
-                Verb::Resume { lifetime, reply } => {
-                    let moved = self.resume(machine, lifetime).await;
+                Verb::Resume { lifetime, take, reply } => {
+                    let moved = self.resume(machine, lifetime, take).await;
                     return self.arrive(moved, reply);
                 }
                 Verb::Rollback { source, reply } => {
@@ -86,7 +91,7 @@ impl Owner {
         machine: Option<Arc<dyn Machine>>,
         reply: crate::live::Reply<Arc<dyn Machine>>,
     ) -> Place {
-        match self.resume(machine, None).await {
+        match self.resume(machine, None, Take::All).await {
             Ok(Place::Running(machine)) => {
                 reply.send(Ok(Arc::clone(&machine))).ok();
                 Place::Running(machine)

@@ -1,75 +1,181 @@
-//! Restored, paused machines, ready to be claimed.
+//! Restored, paused machines, ready to be claimed: of templates and of snapshots.
 //!
 //! A pool machine has no record: after a crash the sweep at start removes it. Claiming takes it out of
 //! the pool under a lock, so it has one owner at most; the owner writes the record before it resumes
 //! it. Refilling waits until no client's create is under way and then takes one restore at a time.
+//!
+//! How many are kept: of a template the configured number, of a snapshot none; more of either, the more were asked
+//! for in the last minutes; and of all together no more than the budget of memory holds.
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use futures::FutureExt;
 use stockade_engine::Machine;
-use stockade_model::{MachineId, TemplateId};
+use stockade_model::{MachineId, SnapshotId, TemplateId};
 use tokio::{sync::Notify, time::Instant};
 use tracing::{debug, warn};
 
-use crate::core::{Core, Pauses};
+use crate::{
+    core::{Core, Pauses},
+    live::{Source, Take},
+};
 
 /// How often a refill that gave way to creates looks again, should it miss their end.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// How often it is looked whether there are more than are still wanted.
+const SHRINK_EVERY: Duration = Duration::from_secs(15);
+/// The most of one kind.
+const MOST: usize = 32;
+/// What a machine is taken to hold that cannot be looked at.
+const USUAL_BYTES: u64 = 32 << 20;
 
 pub(crate) struct Pool {
     size: usize,
-    templates: Mutex<BTreeMap<TemplateId, Ready>>,
+    budget_bytes: u64,
+    kinds: Mutex<BTreeMap<Kind, Ready>>,
     wanted: Notify,
 }
 
+/// What a pool machine was restored from.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) enum Kind {
+    Template(TemplateId),
+    Snapshot(SnapshotId),
+}
+
+impl Kind {
+    /// What a sandbox made from these would claim. `None`: such machines are not kept ready.
+    pub(crate) fn of(template: &TemplateId, source: Option<&Source>) -> Option<Self> {
+        match source {
+            None => Some(Self::Template(template.clone())),
+            Some(source) if source.is_recorded && source.has_memory && source.take == Take::All => {
+                Some(Self::Snapshot(source.id.clone()))
+            }
+            Some(_) => None,
+        }
+    }
+}
+
+/// The directories a kind is restored from.
+#[derive(Clone, Debug)]
+struct Place {
+    template: PathBuf,
+    snapshot: Option<PathBuf>,
+}
+
 struct Ready {
-    directory: PathBuf,
-    machines: VecDeque<Arc<dyn Machine>>,
+    place: Place,
+    /// Kept whatever the demand.
+    least: usize,
+    demand: Demand,
+    machines: VecDeque<Held>,
     /// After a failure: when to try again, and how long to wait after the next one.
     retry_at: Option<Instant>,
     pauses: Pauses,
 }
 
+struct Held {
+    machine: Arc<dyn Machine>,
+    private_bytes: u64,
+}
+
+/// How many were asked for lately: each counts for less the longer it is ago.
+struct Demand {
+    count: f64,
+    at: Instant,
+}
+
+impl Demand {
+    /// After this time one asked for counts half.
+    const HALF_LIFE: Duration = Duration::from_secs(60);
+    /// One machine is kept for so many that were asked for.
+    const PER_MACHINE: f64 = 4.0;
+    /// Less than this is none.
+    const LEAST: f64 = 0.2;
+
+    fn none() -> Self {
+        Self { count: 0.0, at: Instant::now() }
+    }
+
+    fn now(&self, now: Instant) -> f64 {
+        let age = now.saturating_duration_since(self.at);
+        self.count * (-age.as_secs_f64() / Self::HALF_LIFE.as_secs_f64()).exp2()
+    }
+
+    fn add_one(&mut self) {
+        let now = Instant::now();
+        *self = Self { count: self.now(now) + 1.0, at: now };
+    }
+
+    fn machines(&self, now: Instant) -> usize {
+        let count = self.now(now);
+        if count < Self::LEAST { 0 } else { (count / Self::PER_MACHINE).ceil() as usize }
+    }
+}
+
 impl Ready {
-    fn new(directory: PathBuf) -> Self {
-        Self { directory, machines: VecDeque::new(), retry_at: None, pauses: Pauses::default() }
+    fn new(place: Place, least: usize) -> Self {
+        let (machines, retry_at, pauses) = <_>::default();
+        Self { place, least, demand: Demand::none(), machines, retry_at, pauses }
+    }
+
+    fn target(&self, now: Instant) -> usize {
+        self.demand.machines(now).max(self.least).min(MOST.max(self.least))
+    }
+
+    fn lacks(&self, now: Instant) -> bool {
+        self.machines.len() < self.target(now)
     }
 }
 
 impl Pool {
-    pub(crate) fn new(size: usize) -> Self {
-        Self { size, templates: Mutex::default(), wanted: Notify::new() }
+    pub(crate) fn new(size: usize, budget_bytes: u64) -> Self {
+        Self { size, budget_bytes, kinds: Mutex::default(), wanted: Notify::new() }
     }
 
     /// Keeps machines of a template ready from now on.
     pub(crate) fn add_template(&self, id: TemplateId, directory: PathBuf) {
-        self.lock().entry(id).or_insert_with(|| Ready::new(directory));
+        let place = Place { template: directory, snapshot: None };
+        self.lock().entry(Kind::Template(id)).or_insert_with(|| Ready::new(place, self.size));
         self.wake();
     }
 
-    /// No longer keeps machines of a template ready; returns those there are.
-    pub(crate) fn remove_template(&self, id: &TemplateId) -> Vec<Arc<dyn Machine>> {
-        self.lock().remove(id).map(|ready| ready.machines.into()).unwrap_or_default()
+    /// No longer keeps machines of a kind ready; returns those there are.
+    pub(crate) fn remove(&self, kind: &Kind) -> Vec<Arc<dyn Machine>> {
+        let ready = self.lock().remove(kind);
+        ready.map(|ready| ready.machines.into_iter().map(|held| held.machine).collect()).unwrap_or_default()
     }
 
-    /// A machine that nobody else will get.
-    pub(crate) fn claim(&self, id: &TemplateId) -> Option<Arc<dyn Machine>> {
-        let machine = self.lock().get_mut(id)?.machines.pop_front();
+    /// A machine that nobody else will get. From now on one of its kind is more likely to be ready.
+    pub(crate) fn claim(&self, kind: &Kind, template: &Path, snapshot: Option<&Path>) -> Option<Arc<dyn Machine>> {
+        if self.size == 0 {
+            return None;
+        }
+        let held = {
+            let mut kinds = self.lock();
+            if matches!(kind, Kind::Snapshot(_)) && !kinds.contains_key(kind) {
+                let place = Place { template: template.to_owned(), snapshot: snapshot.map(Path::to_owned) };
+                kinds.insert(kind.clone(), Ready::new(place, 0));
+            }
+            let ready = kinds.get_mut(kind)?;
+            ready.demand.add_one();
+            ready.machines.pop_front()
+        };
         self.wake();
-        machine
+        held.map(|held| held.machine)
     }
 
     /// Takes a machine (back) in; gives it back if there is no place for it.
-    fn put(&self, id: &TemplateId, machine: Arc<dyn Machine>) -> Result<(), Arc<dyn Machine>> {
-        match self.lock().get_mut(id) {
-            Some(ready) if ready.machines.len() < self.size => {
-                ready.machines.push_back(machine);
+    fn put(&self, kind: &Kind, machine: Arc<dyn Machine>) -> Result<(), Arc<dyn Machine>> {
+        let private_bytes = machine.usage().map_or(USUAL_BYTES, |usage| usage.private_bytes);
+        match self.lock().get_mut(kind) {
+            Some(ready) if ready.lacks(Instant::now()) => {
+                ready.machines.push_back(Held { machine, private_bytes });
                 Ok(())
             }
             _ => Err(machine),
@@ -77,8 +183,8 @@ impl Pool {
     }
 
     /// How many machines are ready.
-    pub(crate) fn ready(&self, id: &TemplateId) -> usize {
-        self.lock().get(id).map_or(0, |ready| ready.machines.len())
+    pub(crate) fn ready(&self, kind: &Kind) -> usize {
+        self.lock().get(kind).map_or(0, |ready| ready.machines.len())
     }
 
     pub(crate) fn wake(&self) {
@@ -87,29 +193,49 @@ impl Pool {
 
     /// Takes everything out, for good.
     pub(crate) fn drain(&self) -> Vec<Arc<dyn Machine>> {
-        std::mem::take(&mut *self.lock()).into_values().flat_map(|ready| ready.machines).collect()
+        let all = std::mem::take(&mut *self.lock());
+        all.into_values().flat_map(|ready| ready.machines).map(|held| held.machine).collect()
     }
 
-    /// The template with the fewest machines ready, of those that have too few and are not to be left
-    /// alone after a failure.
-    fn neediest(&self) -> Option<(TemplateId, PathBuf)> {
-        let (templates, now) = (self.lock(), Instant::now());
-        let needy = templates.iter().filter(|(_, ready)| ready.machines.len() < self.size);
-        let (id, ready) = needy
+    /// The kind that has the smallest share of what it should have, of those that are not to be left alone after a
+    /// failure. None, if one more machine would go over the budget.
+    fn neediest(&self) -> Option<(Kind, Place)> {
+        let (kinds, now) = (self.lock(), Instant::now());
+        let held = || kinds.values().flat_map(|ready| &ready.machines).map(|held| held.private_bytes);
+        let all: u64 = held().sum();
+        // The first is made to be looked at.
+        let one = all.checked_div(held().count() as u64).unwrap_or_default();
+        if all + one > self.budget_bytes {
+            return None;
+        }
+        let share = |ready: &Ready| ready.machines.len() as f64 / ready.target(now).max(1) as f64;
+        let needy = kinds.iter().filter(|(_, ready)| ready.lacks(now));
+        let (kind, ready) = needy
             .filter(|(_, ready)| ready.retry_at.is_none_or(|at| at <= now))
-            .min_by_key(|(_, ready)| ready.machines.len())?;
-        Some((id.clone(), ready.directory.clone()))
+            .min_by(|one, other| share(one.1).total_cmp(&share(other.1)))?;
+        Some((kind.clone(), ready.place.clone()))
     }
 
-    /// When a template that failed may be tried again.
+    /// Takes out what is no longer wanted.
+    fn surplus(&self) -> Vec<Arc<dyn Machine>> {
+        let (mut kinds, now) = (self.lock(), Instant::now());
+        let mut surplus = Vec::new();
+        for ready in kinds.values_mut() {
+            let target = ready.target(now).min(ready.machines.len());
+            surplus.extend(ready.machines.split_off(target).into_iter().map(|held| held.machine));
+        }
+        kinds.retain(|kind, ready| matches!(kind, Kind::Template(_)) || ready.target(now) > 0);
+        surplus
+    }
+
+    /// When a kind that failed may be tried again.
     fn next_retry(&self) -> Option<Instant> {
-        let templates = self.lock();
-        let needy = templates.values().filter(|ready| ready.machines.len() < self.size);
-        needy.filter_map(|ready| ready.retry_at).min()
+        let (kinds, now) = (self.lock(), Instant::now());
+        kinds.values().filter(|ready| ready.lacks(now)).filter_map(|ready| ready.retry_at).filter(|at| *at > now).min()
     }
 
-    fn note(&self, id: &TemplateId, is_ok: bool) {
-        if let Some(ready) = self.lock().get_mut(id) {
+    fn note(&self, kind: &Kind, is_ok: bool) {
+        if let Some(ready) = self.lock().get_mut(kind) {
             if is_ok {
                 (ready.retry_at, ready.pauses) = (None, Pauses::default());
             } else {
@@ -118,14 +244,14 @@ impl Pool {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<TemplateId, Ready>> {
-        self.templates.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Kind, Ready>> {
+        self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A claimed machine that was not used after all goes back, or away.
-pub(crate) async fn give_back(core: &Core, template: &TemplateId, machine: Arc<dyn Machine>) {
-    if let Err(machine) = core.pool.put(template, machine) {
+pub(crate) async fn give_back(core: &Core, kind: &Kind, machine: Arc<dyn Machine>) {
+    if let Err(machine) = core.pool.put(kind, machine) {
         core.remove_for_certain(machine).await;
     }
 }
@@ -135,41 +261,44 @@ pub(crate) async fn refill(core: Arc<Core>) {
     loop {
         let wanted = core.pool.wanted.notified();
         drop_dead(&core).await;
-        let Some((template, directory)) = core.pool.neediest() else {
-            match core.pool.next_retry() {
-                Some(at) => drop(tokio::time::timeout_at(at, wanted).await),
-                None => wanted.await,
-            }
+        for machine in core.pool.surplus() {
+            core.remove_for_certain(machine).await;
+        }
+        let Some((kind, place)) = core.pool.neediest() else {
+            let shrink = Instant::now() + SHRINK_EVERY;
+            let at = core.pool.next_retry().map_or(shrink, |retry| retry.min(shrink));
+            drop(tokio::time::timeout_at(at, wanted).await);
             continue;
         };
         while core.creates_in_flight() > 0 {
             tokio::time::timeout(LOOK_AGAIN, core.pool.wanted.notified()).await.ok();
         }
-        let restored = restore(&core, &template, &directory).await;
-        core.pool.note(&template, restored.is_ok());
+        let restored = restore(&core, &kind, &place).await;
+        core.pool.note(&kind, restored.is_ok());
         if let Err(error) = restored {
-            warn!(%template, error = &*error as &dyn std::error::Error, "pool machine not restored, trying again later");
+            warn!(?kind, error = &*error as &dyn std::error::Error, "pool machine not restored, trying again later");
         }
     }
 }
 
-async fn restore(
-    core: &Core,
-    template: &TemplateId,
-    directory: &std::path::Path,
-) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+async fn restore(core: &Core, kind: &Kind, place: &Place) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let _permit = core.restores.acquire().await?;
     let id = MachineId::random();
-    let started = tokio::time::timeout(core.config.step_patience, core.engine().start(&id, directory)).await;
-    let machine = match started {
+    let start = async {
+        match &place.snapshot {
+            Some(snapshot) => core.engine().start_from_snapshot(&id, &place.template, snapshot).await,
+            None => core.engine().start(&id, &place.template).await,
+        }
+    };
+    let machine = match tokio::time::timeout(core.config.step_patience, start).await {
         Ok(started) => started?,
         Err(late) => {
             core.reap_for_certain(&id).await;
             return Err(late.into());
         }
     };
-    debug!(%template, machine = %id, "pool machine ready");
-    give_back(core, template, machine).await;
+    debug!(?kind, machine = %id, "pool machine ready");
+    give_back(core, kind, machine).await;
     Ok(())
 }
 
@@ -178,11 +307,29 @@ async fn drop_dead(core: &Core) {
     let mut dead = Vec::new();
     for ready in core.pool.lock().values_mut() {
         let (alive, ended): (VecDeque<_>, VecDeque<_>) =
-            ready.machines.drain(..).partition(|machine| machine.exited().now_or_never().is_none());
+            ready.machines.drain(..).partition(|held| held.machine.exited().now_or_never().is_none());
         ready.machines = alive;
         dead.extend(ended);
     }
-    for machine in dead {
-        core.remove_for_certain(machine).await;
+    for held in dead {
+        core.remove_for_certain(held.machine).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn demand_grows_with_what_is_asked_for_and_fades() {
+        let mut demand = Demand::none();
+        let now = Instant::now();
+        assert_eq!(demand.machines(now), 0);
+        demand.add_one();
+        assert_eq!(demand.machines(demand.at), 1);
+        (0..39).for_each(|_| demand.add_one());
+        assert_eq!(demand.machines(demand.at), 10);
+        assert_eq!(demand.machines(demand.at + Demand::HALF_LIFE), 5);
+        assert_eq!(demand.machines(demand.at + Demand::HALF_LIFE * 10), 0);
     }
 }

@@ -20,16 +20,16 @@ use tracing::{info, warn};
 
 use crate::{
     ServiceError,
-    core::Core,
-    create::{self, Unmade, bring_up, step, wake},
+    create::{self, StartFrom, Unmade, bring_up, step, wake},
     dirs::Kind,
     error::store_error,
-    live::{HandedOver, Live, Reply, Source, Verb},
+    live::{HandedOver, Live, Reply, Source, Take, Verb},
     owner::{Moved, Owner, Place},
 };
 
 impl Owner {
     pub(crate) async fn roll_back(&mut self, old: Option<Arc<dyn Machine>>, source: Source) -> Moved {
+        let _move = self.core.begin_move();
         let core = Arc::clone(&self.core);
         let template = match self.template().await {
             Ok(template) => template,
@@ -46,7 +46,7 @@ impl Owner {
                 step(running, "pause", core.config.step_patience, &cancel, running.pause()).await?;
             }
             let id = MachineId::random();
-            let new = create::start(&core, &id, &template.directory, Some(&source.directory), &cancel).await?;
+            let new = create::start(&core, &id, &template.directory, StartFrom::of_snapshot(&source), &cancel).await?;
             match bring_up(&core, &new, &sandbox, &template.template, &cancel).await {
                 Ok(()) => Ok(new),
                 Err(unmade) => {
@@ -66,7 +66,8 @@ impl Owner {
             Ok(new) => new,
             Err(unmade) => return self.keep_old(old, unmade.into_error()).await,
         };
-        let lineage = Lineage { snapshot: source.snapshot.clone(), ..self.sandbox.lineage.clone() };
+        let lineage =
+            Lineage { snapshot: source.is_recorded.then(|| source.id.clone()), ..self.sandbox.lineage.clone() };
         let left_saved = self.sandbox.saved.clone();
         if let Err(error) = self.put(Sandbox { lineage, ..self.with(new.id()) }).await {
             create::remove_soon(&core, new).await;
@@ -76,6 +77,7 @@ impl Owner {
     }
 
     pub(crate) async fn promote(&mut self, old: Option<Arc<dyn Machine>>, child: &Live, child_id: &SandboxId) -> Moved {
+        let _move = self.core.begin_move();
         let core = Arc::clone(&self.core);
         let template = match self.template().await {
             Ok(template) => template,
@@ -106,7 +108,7 @@ impl Owner {
         }
         info!(child = %child_id, machine = %new.id(), "promoted");
         let left_saved = self.sandbox.saved.take();
-        self.sandbox = promoted;
+        (self.sandbox, self.changed_at) = (promoted, ending.at);
         handed.taken.send(ending).ok();
         Ok(self.replaced(old, left_saved, new).await)
     }
@@ -172,7 +174,7 @@ impl Owner {
                 if !was_running {
                     return Place::Standby(machine);
                 }
-                match self.resume(Some(machine), None).await {
+                match self.resume(Some(machine), None, Take::All).await {
                     Ok(place) | Err((place, _)) => place,
                 }
             }
@@ -187,15 +189,5 @@ async fn ask_for_machine(child: &Live, id: &SandboxId, cancel: &CancellationToke
             None => Err(ServiceError::SandboxNotFound { id: id.to_string() }.into()),
         },
         () = cancel.cancelled() => Err(Unmade::Cancelled),
-    }
-}
-
-impl Core {
-    /// Whether it is worth asking the engine for so many more machines at once.
-    pub(crate) fn check_capacity(&self, shape: &stockade_model::MachineShape, count: u32) -> Result<(), ServiceError> {
-        let mut all = *shape;
-        all.memory_mib = shape.memory_mib.saturating_mul(count.into());
-        self.engine().check_capacity(&all)?;
-        Ok(())
     }
 }

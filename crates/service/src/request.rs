@@ -52,7 +52,7 @@ pub(crate) fn check_labels(field: &'static str, labels: &BTreeMap<String, String
 }
 
 /// Rules that go down in order.
-fn check_idle(idle: &IdleRules) -> Result<(), ServiceError> {
+pub(crate) fn check_idle(idle: &IdleRules) -> Result<(), ServiceError> {
     let steps = [idle.standby_after, idle.hibernate_after, idle.delete_after];
     let given: Vec<_> = steps.into_iter().flatten().collect();
     if given.iter().any(Duration::is_zero) {
@@ -60,6 +60,9 @@ fn check_idle(idle: &IdleRules) -> Result<(), ServiceError> {
     }
     if !given.is_sorted() {
         return invalid("idle", "must be in order: standby_after, hibernate_after, delete_after".to_owned());
+    }
+    if idle.busy_percent.is_some_and(|percent| !(1..=100).contains(&percent)) {
+        return invalid("idle", "must have a busy_percent of 1 to 100".to_owned());
     }
     Ok(())
 }
@@ -87,13 +90,25 @@ fn invalid(field: &'static str, problem: String) -> Result<(), ServiceError> {
 
 /// The same for the same request, whatever key it comes under.
 pub(crate) fn digest(store: &Store, request: &CreateSandbox) -> Vec<u8> {
-    let CreateSandbox { template, lifetime, metadata, env, on_timeout, auto_resume, idle, idempotency_key: _ } =
-        request;
+    let CreateSandbox {
+        template,
+        lifetime,
+        metadata,
+        env,
+        on_timeout,
+        auto_resume,
+        idle,
+        from_disk,
+        idempotency_key: _,
+    } = request;
     let mut canonical = serde_json::json!([template, lifetime.as_nanos().to_string(), metadata, env]);
     let rules = LifeRules { on_timeout: *on_timeout, auto_resume: *auto_resume, idle: *idle };
     // Digests of requests without rules stay those of a server that knew none.
     if rules != LifeRules::default() {
         canonical = serde_json::json!([canonical, rules]);
+    }
+    if *from_disk {
+        canonical = serde_json::json!([canonical, "from_disk"]);
     }
     store.request_digest(canonical.to_string().as_bytes())
 }

@@ -20,20 +20,32 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::{
-    ServiceError,
+    ServiceError, StateOf,
     clock::deadline_after,
-    create::{self, bring_up, step},
+    create::{self, StartFrom, bring_up, step},
     dirs::Kind,
     error::store_error,
+    live::{Take, Target},
     owner::{Moved, Owner, Place},
 };
 
 impl Owner {
     /// `standby`: the halted machine; else there is saved state.
-    pub(crate) async fn resume(&mut self, standby: Option<Arc<dyn Machine>>, lifetime: Option<Duration>) -> Moved {
+    pub(crate) async fn resume(
+        &mut self,
+        standby: Option<Arc<dyn Machine>>,
+        lifetime: Option<Duration>,
+        take: Take,
+    ) -> Moved {
+        let _move = self.core.begin_move();
         match standby {
+            Some(machine) if take == Take::Disk => {
+                // Only a disk that was written out is without its memory whole.
+                let moved = self.put_down(machine, Target::Stopped).await?;
+                if matches!(moved, Place::Saved) { self.leave_saved(lifetime, Take::All).await } else { Ok(moved) }
+            }
             Some(machine) => self.leave_standby(machine, lifetime).await,
-            None => self.leave_saved(lifetime).await,
+            None => self.leave_saved(lifetime, take).await,
         }
     }
 
@@ -65,10 +77,10 @@ impl Owner {
         Ok(Place::Running(machine))
     }
 
-    async fn leave_saved(&mut self, lifetime: Option<Duration>) -> Moved {
+    async fn leave_saved(&mut self, lifetime: Option<Duration>, take: Take) -> Moved {
         let core = Arc::clone(&self.core);
         let saved = self.sandbox.saved.clone().expect("a sandbox without a machine is saved");
-        let has_memory = self.sandbox.tier.is_some();
+        let has_memory = self.sandbox.tier.is_some() && take == Take::All;
         let machine = MachineId::random();
         let prepared = async {
             let template = self.template().await?;
@@ -84,7 +96,8 @@ impl Owner {
         self.show(None);
         let directory = core.dirs.path(Kind::Paused, &saved);
         let cancel = CancellationToken::new();
-        let start = create::start(&core, &machine, &template.directory, Some(&directory), &cancel);
+        let from = StartFrom::State { directory: &directory, take, of: StateOf::Sandbox(self.sandbox.id.clone()) };
+        let start = create::start(&core, &machine, &template.directory, from, &cancel);
         let (started, killed) = self.attend(&cancel, start).await;
         if let Some(killer) = killed {
             return Ok(self.killed(started.ok(), killer));
@@ -161,7 +174,7 @@ impl Owner {
     /// Shows that it takes commands.
     pub(crate) fn arrived(&mut self, machine: &Arc<dyn Machine>) {
         (self.not_before, self.pauses) = (None, <_>::default());
-        self.core.meter.enter(&self.sandbox, Some(machine), 0, self.core.now());
+        self.core.meter.enter(&self.sandbox, Some(machine), 0, self.changed_at);
         self.activity.touch();
         self.show(Some(Arc::clone(machine)));
     }

@@ -8,12 +8,15 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use crate::{
-    ServiceError,
+    LifeChange, ServiceError,
     activity::Activity,
     clock::{Clock, Deadline, deadline_after},
     live::{Target, Verb},
     owner::{Owner, Place},
 };
+
+/// How long a guest's processor time is looked at before it counts as idle.
+const BUSY_WINDOW: Duration = Duration::from_secs(2);
 
 /// What the sandbox's own rules ask for.
 enum Due {
@@ -34,7 +37,7 @@ impl Owner {
                     biased;
                     exit = machine.exited() => return Place::MachineEnded { machine, exit },
                     Some(verb) = self.inbox.recv() => verb,
-                    due = due(&self.sandbox, &self.activity, self.not_before, core.clock()) => {
+                    due = due(&self.sandbox, &machine, &self.activity, self.not_before, core.clock()) => {
                         match self.obey(&machine, due).await {
                             Some(place) => return place,
                             None => continue,
@@ -50,6 +53,10 @@ impl Owner {
 
     /// Does what is due; `None`: it no longer is.
     async fn obey(&mut self, machine: &Arc<dyn Machine>, due: Due) -> Option<Place> {
+        if self.core.is_stopping() {
+            // The next server does it; begun now it might be cut off in the middle.
+            std::future::pending::<()>().await;
+        }
         let end = |cause| Place::Ending {
             machine: Some(Arc::clone(machine)),
             ending: self.ending(cause, String::new()),
@@ -92,6 +99,12 @@ impl Owner {
                 let set = self.set_deadline(machine, lifetime, only_later).await;
                 reply.send(set).ok();
             }
+            Verb::SetRules { change, reply } => {
+                let set = self.set_rules(change).await;
+                self.not_before = None;
+                self.show(Some(Arc::clone(machine)));
+                reply.send(set).ok();
+            }
             Verb::Machine { reply, .. } => drop(reply.send(Ok(Arc::clone(machine)))),
             Verb::Snapshot { plan, reply } => {
                 let (taken, killed) = self.take_snapshot(machine, plan).await;
@@ -102,7 +115,7 @@ impl Owner {
                 let moved = self.put_down(Arc::clone(machine), target).await;
                 return Some(self.arrive(moved, reply));
             }
-            Verb::Resume { lifetime, reply } => {
+            Verb::Resume { lifetime, reply, .. } => {
                 let extended = match lifetime {
                     Some(lifetime) => self.set_deadline(machine, lifetime, true).await,
                     None => Ok(self.sandbox.clone()),
@@ -132,6 +145,13 @@ impl Owner {
         None
     }
 
+    /// The caller shows it.
+    pub(crate) async fn set_rules(&mut self, change: LifeChange) -> Result<Sandbox, ServiceError> {
+        let rules = change.apply(self.sandbox.rules);
+        self.put(Sandbox { rules, ..self.sandbox.clone() }).await?;
+        Ok(self.sandbox.clone())
+    }
+
     async fn set_deadline(
         &mut self,
         machine: &Arc<dyn Machine>,
@@ -153,12 +173,24 @@ impl Owner {
 }
 
 /// Waits until one of the sandbox's rules asks for something. Cancel-safe.
-async fn due(sandbox: &Sandbox, activity: &Activity, not_before: Option<Instant>, clock: &dyn Clock) -> Due {
+async fn due(
+    sandbox: &Sandbox,
+    machine: &Arc<dyn Machine>,
+    activity: &Activity,
+    not_before: Option<Instant>,
+    clock: &dyn Clock,
+) -> Due {
     let deadline = Deadline::at(sandbox.deadline, clock);
     let idle = sandbox.rules.idle;
-    let idle_for = async |after: Option<Duration>| match after {
-        Some(after) => activity.idle_for(after).await,
-        None => std::future::pending().await,
+    let idle_for = async |after: Option<Duration>| {
+        let Some(after) = after else { return std::future::pending().await };
+        loop {
+            activity.idle_for(after).await;
+            match idle.busy_percent {
+                Some(percent) if is_busy(machine, percent).await => activity.touch(),
+                _ => return,
+            }
+        }
     };
     let later = async {
         if let Some(at) = not_before {
@@ -182,4 +214,15 @@ async fn due(sandbox: &Sandbox, activity: &Activity, not_before: Option<Instant>
         () = idle_for(idle.delete_after) => Due::Unused,
         due = down => due,
     }
+}
+
+/// Whether a guest works by itself: looks at its processor time for a while. One that cannot be read is about to
+/// be found gone.
+async fn is_busy(machine: &Arc<dyn Machine>, percent: u32) -> bool {
+    let read = || machine.usage().map(|usage| (usage.cpu_micros, Instant::now()));
+    let Ok((before, begin)) = read() else { return false };
+    tokio::time::sleep(BUSY_WINDOW).await;
+    let Ok((after, end)) = read() else { return false };
+    let used = u128::from(after.saturating_sub(before)) * 100;
+    used >= u128::from(percent) * (end - begin).as_micros()
 }

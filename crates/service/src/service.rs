@@ -12,14 +12,15 @@ use stockade_store::{
 };
 
 use crate::{
-    CreateSandbox, ListFilter, MetricsSample, Page, PauseMode, Principal, ServiceError,
+    CreateSandbox, LifeChange, ListFilter, MetricsSample, Page, PauseMode, Principal, ServiceError,
     clock::deadline_after,
     core::Core,
     create::{Created, Order},
     error::store_error,
-    live::{Live, Source, Target, Verb},
+    live::{Live, Source, Take, Target, Verb},
     metrics,
     owner::Owner,
+    pool::Kind,
     request,
 };
 
@@ -59,7 +60,16 @@ impl Service {
     pub async fn create(&self, who: &Principal, request: CreateSandbox) -> Result<Sandbox, ServiceError> {
         let core = &self.handle.core;
         request::check(&request, core.config.max_lifetime)?;
-        let (template, source, from) = self.origin(who, &request.template).await?;
+        let (template, mut source, from) = self.origin(who, &request.template).await?;
+        match &mut source {
+            Some(source) if request.from_disk => source.take = Take::Disk,
+            None if request.from_disk => {
+                let problem =
+                    format!("{:?} is a template: only a snapshot's disk can be booted from", request.template);
+                return Err(ServiceError::Invalid { field: "template", problem });
+            }
+            _ => {}
+        }
         let digest = request::digest(self.store(), &request);
         let key = request.idempotency_key.clone().map(|key| Idempotency { key, digest: digest.clone() });
         if let Some(key) = &key
@@ -226,6 +236,19 @@ impl Service {
         self.ask(who, id, |reply| Verb::SetLifetime { lifetime, only_later: true, reply }).await
     }
 
+    /// Changes the rules a sandbox lives by, whatever state it is in.
+    pub async fn set_rules(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        change: LifeChange,
+    ) -> Result<Sandbox, ServiceError> {
+        if let Some(idle) = &change.idle {
+            request::check_idle(idle)?;
+        }
+        self.ask(who, id, |reply| Verb::SetRules { change, reply }).await
+    }
+
     /// Halts a running sandbox and keeps it: its memory too, in the tier asked for, or its disk alone. Also
     /// takes one in standby further down. Returns when what is kept is durable.
     pub async fn pause(&self, who: &Principal, id: &SandboxId, mode: PauseMode) -> Result<Sandbox, ServiceError> {
@@ -248,7 +271,21 @@ impl Service {
         if let Some(lifetime) = lifetime {
             request::check_lifetime(lifetime, self.handle.core.config.max_lifetime)?;
         }
-        self.ask(who, id, |reply| Verb::Resume { lifetime, reply }).await
+        self.ask(who, id, |reply| Verb::Resume { lifetime, take: Take::All, reply }).await
+    }
+
+    /// Boots a paused or stopped sandbox from its disk and forgets its memory: the way out where that can no
+    /// longer be used. A disk that was kept with memory is as after a power failure. One that runs stays as it is.
+    pub async fn resume_from_disk(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        lifetime: Option<Duration>,
+    ) -> Result<Sandbox, ServiceError> {
+        if let Some(lifetime) = lifetime {
+            request::check_lifetime(lifetime, self.handle.core.config.max_lifetime)?;
+        }
+        self.ask(who, id, |reply| Verb::Resume { lifetime, take: Take::Disk, reply }).await
     }
 
     /// Shuts a sandbox down and keeps its disk.
@@ -302,6 +339,11 @@ impl Service {
             match guest {
                 Ok(guest) => {
                     live.session.note(&guest);
+                    // Its owner closes what is noted when it goes down. What was noted too late for that must not be
+                    // handed out: a request in it would wait for a guest that stands still.
+                    if !live.serves(&machine) {
+                        continue;
+                    }
                     return Ok(guest.holding(hold));
                 }
                 Err(error @ EngineError::Gone { .. }) => {
@@ -376,7 +418,12 @@ impl Service {
 
     /// How many machines of a template are ready to be claimed.
     pub fn pool_ready(&self, template: &stockade_model::TemplateId) -> usize {
-        self.handle.core.pool.ready(template)
+        self.handle.core.pool.ready(&Kind::Template(template.clone()))
+    }
+
+    /// How many machines of a snapshot are ready to be claimed.
+    pub fn pool_ready_of(&self, snapshot: &stockade_model::SnapshotId) -> usize {
+        self.handle.core.pool.ready(&Kind::Snapshot(snapshot.clone()))
     }
 
     pub(crate) fn store(&self) -> &Store {

@@ -25,9 +25,9 @@ use crate::{
     create::{step, wake},
     dirs::{Kind, bytes_of},
     error::store_error,
-    live::{SnapshotPlan, Source, Verb},
+    live::{SnapshotPlan, Source, Take, Verb},
     owner::{Killer, Owner},
-    request,
+    pool, request,
 };
 
 const LONGEST_NAME: usize = 128;
@@ -40,6 +40,7 @@ impl Owner {
         machine: &Arc<dyn Machine>,
         plan: SnapshotPlan,
     ) -> (Result<SnapshotRecord, ServiceError>, Option<Killer>) {
+        let _move = self.core.begin_move();
         let core = Arc::clone(&self.core);
         let mut record =
             SnapshotRecord { snapshot: first_record(&self.sandbox, &plan, core.now()), env: self.sandbox.env.clone() };
@@ -67,7 +68,7 @@ impl Owner {
             Ok(()) => {
                 if !plan.is_ephemeral {
                     info!(snapshot = %id, paused = ?record.snapshot.paused, "snapshot taken");
-                    core.meter.enter_snapshot(&record.snapshot, bytes_of(&directory), core.now());
+                    core.meter.enter_snapshot(&record.snapshot, bytes_of(&directory));
                 }
                 (Ok(record), killed)
             }
@@ -106,9 +107,13 @@ fn first_record(sandbox: &Sandbox, plan: &SnapshotPlan, now: Timestamp) -> Snaps
 impl Core {
     /// Removes a snapshot's directory and record, once nobody starts from it.
     pub(crate) async fn remove_snapshot(&self, id: &SnapshotId) -> Result<(), ServiceError> {
+        for machine in self.pool.remove(&pool::Kind::Snapshot(id.clone())) {
+            self.remove_for_certain(machine).await;
+        }
         self.dirs.unleased(id).await;
         self.dirs.remove(Kind::Snapshot, id).await?;
         self.meter.end_snapshot(id, self.now());
+        self.meter.settle(self).await;
         self.store().remove_snapshot(id).await.map_err(store_error)
     }
 
@@ -198,7 +203,14 @@ impl Service {
         let lease = self.handle.core.dirs.lease(&found.snapshot.id);
         let record = self.snapshot_record(who, found.snapshot.id.as_str()).await?;
         let directory = self.handle.core.dirs.path(Kind::Snapshot, &record.snapshot.id);
-        let source = Source { snapshot: Some(record.snapshot.id.clone()), directory, _lease: Some(lease) };
+        let source = Source {
+            id: record.snapshot.id.clone(),
+            is_recorded: true,
+            directory,
+            has_memory: record.snapshot.has_memory,
+            take: Take::All,
+            _lease: Some(lease),
+        };
         Ok((record, source))
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     Service, ServiceConfig, ServiceError, adopt, core::Core, janitor, meter, metrics, pool, service::Handle, templates,
 };
 
-/// How long a shutdown waits for creates that are under way.
+/// How long a shutdown waits for creates, pauses, snapshots and the like that are under way.
 const WAIT_FOR_CREATES: Duration = Duration::from_secs(10);
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
@@ -39,18 +39,18 @@ impl Service {
         Ok(service)
     }
 
-    /// Takes no new sandboxes, lets those being made be finished, removes the pool and ends. Sandboxes
-    /// run on; the next server adopts them.
+    /// Takes no new sandboxes, lets those being made, paused, resumed or snapshotted arrive, removes the pool and
+    /// ends. Sandboxes run on; the next server adopts them.
     pub async fn shutdown(&self) {
         let core = &self.handle.core;
         core.close();
         let creates = async {
-            while core.creates_in_flight() > 0 {
+            while core.creates_in_flight() + core.moves_in_flight() > 0 {
                 tokio::time::sleep(LOOK_AGAIN).await;
             }
         };
         if tokio::time::timeout(WAIT_FOR_CREATES, creates).await.is_err() {
-            warn!("creates under way are cut off; the next start cleans up");
+            warn!("what is under way is cut off; the next start finishes or undoes it");
         }
         for machine in core.pool.drain() {
             if let Err(error) = machine.kill().await {

@@ -4,7 +4,7 @@ use stockade_model::{Template, TemplateState};
 use stockade_store::TemplateRecord;
 use tracing::warn;
 
-use crate::{Principal, Service, ServiceError, core::Core, create::remove_soon, error::store_error};
+use crate::{Principal, Service, ServiceError, core::Core, create::remove_soon, error::store_error, pool::Kind};
 
 impl Service {
     /// Makes a template usable, from the directory the engine made it in. A ready template of the same
@@ -20,7 +20,7 @@ impl Service {
         core.store().put_template(&record).await.map_err(store_error)?;
         for other in core.store().all_templates().await.map_err(store_error)? {
             if other.template.state != TemplateState::Ready {
-                for machine in core.pool.remove_template(&other.template.id) {
+                for machine in core.pool.remove(&Kind::Template(other.template.id.clone())) {
                     remove_soon(core, machine).await;
                 }
             }

@@ -346,7 +346,7 @@ async fn put_life(
     let fail = || StoreError::database("write a sandbox's state");
     let done = sqlx::query(
         "UPDATE sandboxes SET state = ?, machine = ?, deadline_ms = ?, lifetime_ms = ?, remaining_ms = ?, tier = ?,
-             saved = ?, idle_since_ms = ?, lineage = ? WHERE id = ? AND state = ?",
+             saved = ?, idle_since_ms = ?, lineage = ?, rules = ? WHERE id = ? AND state = ?",
     )
     .bind(sandbox.state.as_str())
     .bind(sandbox.machine.as_ref().map(MachineId::as_str))
@@ -357,6 +357,7 @@ async fn put_life(
     .bind(sandbox.saved.as_ref().map(SnapshotId::as_str))
     .bind(sandbox.idle_since.map(millis))
     .bind(to_json(&sandbox.lineage))
+    .bind(to_json(&sandbox.rules))
     .bind(sandbox.id.as_str())
     .bind(from.as_str())
     .execute(&mut *connection)

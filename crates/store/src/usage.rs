@@ -32,6 +32,10 @@ pub struct UsageRow {
     pub machine: Option<MachineId>,
     /// The machine's own count of processor time when the row was last written, microseconds.
     pub cpu_seen: u64,
+    /// Bytes of memory it held then.
+    pub memory_seen: u64,
+    /// Bytes of disk it held then.
+    pub disk_seen: u64,
     /// What was used from `from` to `to`; the times are in those two.
     pub usage: Usage,
 }
@@ -159,8 +163,8 @@ async fn put(connection: &mut SqliteConnection, row: &UsageRow) -> sqlx::Result<
     let short = |number: u128| i64::try_from(number).unwrap_or(i64::MAX);
     sqlx::query(
         "INSERT OR REPLACE INTO usage (subject, sequence, sandbox, state, from_ms, to_ms, machine, cpu_seen, cpu_micros,
-             memory_byte_ms, disk_byte_ms, snapshot_byte_ms, egress_bytes)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+             memory_byte_ms, disk_byte_ms, snapshot_byte_ms, egress_bytes, memory_seen, disk_seen)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(&row.subject)
     .bind(signed(row.sequence))
@@ -175,6 +179,8 @@ async fn put(connection: &mut SqliteConnection, row: &UsageRow) -> sqlx::Result<
     .bind(short(row.usage.disk_byte_ms))
     .bind(short(row.usage.snapshot_byte_ms))
     .bind(short(row.usage.egress_bytes))
+    .bind(signed(row.memory_seen))
+    .bind(signed(row.disk_seen))
     .execute(connection)
     .await
     .map(drop)
@@ -219,6 +225,8 @@ fn read(row: &SqliteRow) -> Result<UsageRow, StoreError> {
         to: instant(get(row, "to_ms")?, "to_ms")?,
         machine: optional_id(row, "machine")?,
         cpu_seen: number(row, "cpu_seen")?,
+        memory_seen: number(row, "memory_seen")?,
+        disk_seen: number(row, "disk_seen")?,
         usage: Usage {
             cpu_micros: wide("cpu_micros")?,
             memory_byte_ms: wide("memory_byte_ms")?,

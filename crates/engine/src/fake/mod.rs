@@ -128,6 +128,19 @@ impl Engine for FakeEngine {
         Ok(Arc::new(FakeMachine::new(self.host.clone(), process)))
     }
 
+    async fn boot_from_snapshot(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        snapshot: &Path,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        let machine = self.start_from_snapshot(machine, template, snapshot).await?;
+        if let Some(process) = self.host.process(machine.id()) {
+            process.is_running.store(true, Ordering::SeqCst);
+        }
+        Ok(machine)
+    }
+
     async fn check_snapshot(&self, template: &Path, snapshot: &Path) -> Result<SnapshotReport, EngineError> {
         self.check_template(template).await?;
         snapshot::check(snapshot)

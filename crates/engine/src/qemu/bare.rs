@@ -25,7 +25,19 @@ use super::{
 };
 use crate::EngineError;
 
-pub(crate) async fn restore(host: &Arc<Host>, memories: &Memories, template: &Path) -> Result<Duration, EngineError> {
+/// What the emulator takes for itself.
+#[derive(Clone, Copy, Debug)]
+pub struct BareTimes {
+    /// From the start of its process to the agent's first answer.
+    pub restore: Duration,
+    /// From `stop` to `cont`, with the devices' state written in between: the least a snapshot can take of its
+    /// source's time, without a page or a block of it.
+    pub snapshot_pause: Duration,
+    /// From `cont` to the agent's answer.
+    pub wake: Duration,
+}
+
+pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path) -> Result<BareTimes, EngineError> {
     let template = fs::canonicalize(template).map_err(EngineError::host(format!("find {}", template.display())))?;
     let manifest = Manifest::check(&template, &host.needs)?;
     let memory = memories.get(host, &template, &manifest).await?;
@@ -93,8 +105,21 @@ pub(crate) async fn restore(host: &Arc<Host>, memories: &Memories, template: &Pa
     qmp.run("cont", json!({}), limits.command_patience).await?;
     let mut stream = connect("link").await?;
     agent::hello(&mut stream, limits.guest_patience).await?;
-    let elapsed = begin.elapsed();
+    let restore = begin.elapsed();
+
+    let begin = Instant::now();
+    qmp.run("stop", json!({}), limits.command_patience).await?;
+    let devices = json!({ "filename": text(&directory.path().join("devices")), "live": false });
+    qmp.run("xen-save-devices-state", devices, limits.command_patience).await?;
+    qmp.run("cont", json!({}), limits.command_patience).await?;
+    let snapshot_pause = begin.elapsed();
+
+    qmp.run("stop", json!({}), limits.command_patience).await?;
+    let begin = Instant::now();
+    qmp.run("cont", json!({}), limits.command_patience).await?;
+    agent::hello(&mut stream, limits.guest_patience).await?;
+    let wake = begin.elapsed();
     drop(link);
     child.kill().await.map_err(EngineError::host("end the emulator"))?;
-    Ok(elapsed)
+    Ok(BareTimes { restore, snapshot_pause, wake })
 }

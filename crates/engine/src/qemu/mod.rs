@@ -55,6 +55,7 @@ mod tail;
 mod template;
 mod usage;
 
+pub use bare::BareTimes;
 pub use config::{AcceleratorChoice, Limits, QemuConfig};
 pub use machine::QemuMachine;
 pub use probe::KvmVerdict;
@@ -126,7 +127,15 @@ impl QemuEngine {
     /// # Errors
     /// As for [`Engine::start`].
     pub async fn bare_restore(&self, template: &Path) -> Result<Duration, EngineError> {
-        bare::restore(&self.host, &self.memories, template).await
+        Ok(self.bare_times(template).await?.restore)
+    }
+
+    /// The same, and what a halt and a snapshot's halt cost it. For the benchmark's other side.
+    ///
+    /// # Errors
+    /// As for [`Engine::start`].
+    pub async fn bare_times(&self, template: &Path) -> Result<BareTimes, EngineError> {
+        bare::times(&self.host, &self.memories, template).await
     }
 
     /// As [`Engine::start`], with the driver's own type.
@@ -254,5 +263,9 @@ impl Engine for QemuEngine {
 
     fn check_capacity(&self, shape: &MachineShape) -> Result<(), EngineError> {
         usage::check_capacity(shape, 0, &self.host.limits, &self.host.machines_dir)
+    }
+
+    fn check_fork_capacity(&self, shape: &MachineShape, count: u32, snapshot_bytes: u64) -> Result<(), EngineError> {
+        usage::check_fork_capacity(shape, count, snapshot_bytes, &self.host.limits, &self.host.machines_dir)
     }
 }

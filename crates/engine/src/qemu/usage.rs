@@ -46,6 +46,36 @@ pub(crate) fn check_capacity(
     check_disk(0, limits, machines_dir)
 }
 
+/// Of a child's memory this part is expected to become its own soon: it goes on with what its parent did, and shares
+/// all that stays as it was. A single machine, of which nothing is known, is counted with a quarter.
+const OWN_PART_OF_CHILD: u64 = 16;
+/// The emulator's own memory in a child that has just been started, in MiB: what it translates comes later.
+const CHILD_OVERHEAD_MIB: u64 = 48;
+
+/// Whether so many children of one snapshot fit: its pages once, and of each child what will be its own.
+pub(crate) fn check_fork_capacity(
+    shape: &MachineShape,
+    count: u32,
+    snapshot_bytes: u64,
+    limits: &Limits,
+    machines_dir: &Path,
+) -> Result<(), EngineError> {
+    // Once written and once in memory, for as long as the fork takes.
+    check_disk(snapshot_bytes, limits, machines_dir)?;
+    let needed = fork_bytes(shape, count, snapshot_bytes, limits);
+    let available = available_memory().map_err(EngineError::host("read how much memory is left"))?;
+    if available < needed {
+        return Err(no_capacity("memory", needed, available));
+    }
+    Ok(())
+}
+
+fn fork_bytes(shape: &MachineShape, count: u32, snapshot_bytes: u64, limits: &Limits) -> u64 {
+    let child_mib = CHILD_OVERHEAD_MIB.min(limits.overhead_mib) + shape.memory_mib / OWN_PART_OF_CHILD;
+    let all_mib = u64::from(count).saturating_mul(child_mib).saturating_add(limits.reserve_mib);
+    (all_mib << 20).saturating_add(snapshot_bytes)
+}
+
 /// Whether so many bytes fit on the disk, with the reserve left.
 pub(crate) fn check_disk(bytes: u64, limits: &Limits, machines_dir: &Path) -> Result<(), EngineError> {
     let disk = nix::sys::statvfs::statvfs(machines_dir)
@@ -115,6 +145,19 @@ mod tests {
         let text = "SwapPss: 7 kB\nPss:   1234 kB\nPss_Anon: 5 kB\n";
         assert_eq!(field_kib(text, "Pss:"), Some(1234));
         assert_eq!(field_kib(text, "Private_Dirty:"), None);
+    }
+
+    #[test]
+    fn children_share_what_their_parent_held() {
+        let shape = MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 1024 };
+        let limits = Limits::default();
+        let parent = 300 << 20;
+        let of = |count| fork_bytes(&shape, count, parent, &limits);
+        // The parent's pages count once, whatever the number of children.
+        assert_eq!(of(8) - of(7), of(2) - of(1));
+        assert_eq!((of(2) - of(1)) >> 20, 80);
+        assert_eq!(of(1) >> 20, 80 + 300 + limits.reserve_mib);
+        assert!(check_fork_capacity(&shape, u32::MAX, 0, &limits, Path::new("/")).is_err());
     }
 
     #[test]

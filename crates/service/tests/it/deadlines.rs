@@ -14,10 +14,10 @@ use crate::support::{TestServer, request, within};
 
 /// The host's clock, set forward or back.
 #[derive(Clone, Default)]
-struct SetClock(Arc<AtomicI64>);
+pub(crate) struct SetClock(Arc<AtomicI64>);
 
 impl SetClock {
-    fn set_off(&self, by: SignedDuration) {
+    pub(crate) fn set_off(&self, by: SignedDuration) {
         self.0.store(by.as_millis() as i64, Ordering::SeqCst);
     }
 }

@@ -18,16 +18,20 @@ pub(crate) fn snapshot_request() -> SnapshotRequest {
 
 impl TestServer {
     pub(crate) async fn snapshot(&self, id: &SandboxId) -> Snapshot {
-        within(self.service.snapshot(&self.who, id, snapshot_request())).await.expect("taken")
+        self.try_snapshot(id).await.expect("taken")
     }
 
-    async fn fork(&self, id: &SandboxId, count: u32) -> Vec<Sandbox> {
+    pub(crate) async fn try_snapshot(&self, id: &SandboxId) -> Result<Snapshot, ServiceError> {
+        within(self.service.snapshot(&self.who, id, snapshot_request())).await
+    }
+
+    pub(crate) async fn fork(&self, id: &SandboxId, count: u32) -> Vec<Sandbox> {
         let request = ForkRequest { count, ..ForkRequest::default() };
         let children = within(self.service.fork(&self.who, id, request)).await.expect("forked");
         children.into_iter().map(|child| child.expect("a child")).collect()
     }
 
-    async fn says(&self, id: &SandboxId, command: &str) -> String {
+    pub(crate) async fn says(&self, id: &SandboxId, command: &str) -> String {
         run(&self.guest(id).await, command).await
     }
 

@@ -3,6 +3,7 @@ use stockade_engine::{
     fake::{Moment, Step},
 };
 use stockade_model::SandboxState;
+use stockade_service::CreateSandbox;
 
 use crate::support::{TestServer, eventually, request, within};
 
@@ -76,4 +77,40 @@ async fn a_replaced_template_gives_its_pool_up() {
     eventually("the new one's is filled", || t.service.pool_ready(&new) == 2).await;
     eventually("the old one's is gone", || t.host.machines().len() == 2).await;
     assert_eq!(t.create().await.template, new);
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_asked_for_gets_machines_of_its_own_and_gives_them_up_when_it_goes() {
+    let t = full(1).await;
+    let source = t.create().await;
+    let snapshot = t.snapshot(&source.id).await;
+    let from_it = || CreateSandbox { template: snapshot.id.to_string(), ..request() };
+    assert_eq!(t.service.pool_ready_of(&snapshot.id), 0, "nobody has asked for it yet");
+    t.try_create(from_it()).await.expect("created");
+    eventually("one is ready", || t.service.pool_ready_of(&snapshot.id) == 1).await;
+    let ready = t.host.started();
+    let claimed = t.try_create(from_it()).await.expect("created");
+    assert!(ready.contains(claimed.machine.as_ref().expect("machine")), "it was ready");
+    assert_eq!(claimed.lineage.snapshot.as_ref(), Some(&snapshot.id));
+    // Two at once never get the same one.
+    let both = tokio::join!(t.try_create(from_it()), t.try_create(from_it()));
+    assert_ne!(both.0.expect("created").machine, both.1.expect("created").machine);
+    eventually("one is ready again", || t.service.pool_ready_of(&snapshot.id) >= 1).await;
+    within(t.service.delete_snapshot(&t.who, &snapshot.id)).await.expect("deleted");
+    assert_eq!(t.service.pool_ready_of(&snapshot.id), 0);
+    let sandboxes = t.everything().await.len();
+    eventually("its machines are gone", || t.host.machines().len() == sandboxes + 1).await;
+}
+
+#[tokio::test]
+async fn the_pool_grows_with_demand_and_stays_within_its_budget() {
+    // The fake machine holds one MiB of its own.
+    let t = TestServer::start_with(|config| (config.pool_size, config.pool_memory_mib) = (1, 3)).await;
+    for _ in 0..12 {
+        t.create().await;
+    }
+    eventually("as many as the budget allows", || t.service.pool_ready(&t.template) == 3).await;
+    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    assert_eq!(t.service.pool_ready(&t.template), 3, "12 were asked for lately, there is memory for 3");
+    assert_eq!(t.host.machines().len(), 12 + 3);
 }

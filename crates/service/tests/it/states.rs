@@ -133,7 +133,12 @@ async fn a_request_brings_a_sandbox_back_if_its_rules_say_so_and_never_twice() {
 async fn idle_rules_take_a_sandbox_down_tier_by_tier_and_a_stream_keeps_it_up() {
     let t = TestServer::start().await;
     let ms = Duration::from_millis;
-    let idle = IdleRules { standby_after: Some(ms(50)), hibernate_after: Some(ms(250)), delete_after: Some(ms(900)) };
+    let idle = IdleRules {
+        standby_after: Some(ms(50)),
+        hibernate_after: Some(ms(250)),
+        delete_after: Some(ms(900)),
+        ..IdleRules::default()
+    };
     let sandbox = t.try_create(CreateSandbox { idle, auto_resume: true, ..request() }).await.expect("created");
     let guest = t.guest(&sandbox.id).await;
     tokio::time::sleep(ms(150)).await;
@@ -159,7 +164,7 @@ async fn the_senseless_is_refused_in_every_state() {
     }
     let ms = Duration::from_millis;
     for idle in [
-        IdleRules { standby_after: Some(ms(2)), hibernate_after: Some(ms(1)), delete_after: None },
+        IdleRules { standby_after: Some(ms(2)), hibernate_after: Some(ms(1)), ..IdleRules::default() },
         IdleRules { standby_after: Some(ms(0)), ..IdleRules::default() },
     ] {
         let refused = t.try_create(CreateSandbox { idle, ..request() }).await;
