@@ -13,7 +13,7 @@ use axum::{
 };
 use serde::Serialize;
 use stockade_engine::EngineError;
-use stockade_service::ServiceError;
+use stockade_service::{ServiceError, StateOf};
 use stockade_wire::ErrorCode;
 
 /// An error on its way to a caller.
@@ -154,6 +154,7 @@ impl From<ServiceError> for ApiError {
             ServiceError::Busy { retry_after, .. } => {
                 Self::new(StatusCode::SERVICE_UNAVAILABLE, "busy", message).retry_after(retry_after)
             }
+            ServiceError::StateUnusable { of, source } => unusable(&of, source),
             ServiceError::Engine(engine) => engine.into(),
             ServiceError::Store(cause) => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store_failed", message)
                 .hint("the server's log says why; the disk of the data directory may be full")
@@ -200,6 +201,28 @@ impl From<EngineError> for ApiError {
             }
         }
     }
+}
+
+/// Saved state this host cannot use, by its own fault or another emulator's.
+fn unusable(of: &StateOf, source: EngineError) -> ApiError {
+    let codes = match of {
+        StateOf::Snapshot(_) => ("snapshot_mismatch", "snapshot_damaged"),
+        StateOf::Sandbox(_) => ("saved_state_mismatch", "saved_state_damaged"),
+    };
+    if let EngineError::Mismatch { .. } = source {
+        let hint = match of {
+            StateOf::Snapshot(_) => {
+                "create from it with \"memory\": false: that boots from its disk, as after a power failure"
+            }
+            StateOf::Sandbox(_) => {
+                "resume it with \"memory\": false: that boots from its disk, as after a power failure"
+            }
+        };
+        return ApiError::new(StatusCode::CONFLICT, codes.0, format!("{of} was {source}")).hint(hint);
+    }
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, codes.1, format!("a file of {of} is not what was written"))
+        .hint("the server's log names the file; others that were made from the same are not harmed")
+        .caused_by(source)
 }
 
 /// The agent's refusals keep their code: it is the same word in every API.

@@ -80,6 +80,11 @@ async fn pause(
 struct ResumeRequest {
     /// Seconds it may live from when it runs again; left out: what was left of its lifetime.
     lifetime_seconds: Option<f64>,
+    /// False: boot from its disk and forget its memory, as after a power failure. The way out where the memory can
+    /// no longer be used.
+    #[serde(default = "default_memory")]
+    #[schema(default = true)]
+    memory: bool,
 }
 
 /// Bring a paused or stopped sandbox back. Answers when it takes commands; one that runs is at most extended.
@@ -94,7 +99,11 @@ async fn resume(
     Json(request): Json<ResumeRequest>,
 ) -> Answer {
     let lifetime = request.lifetime_seconds.map(lifetime).transpose()?;
-    let sandbox = state.service.resume(&caller.0, &sandbox_id(&id)?, lifetime).await?;
+    let (service, id) = (&state.service, sandbox_id(&id)?);
+    let sandbox = match request.memory {
+        true => service.resume(&caller.0, &id, lifetime).await?,
+        false => service.resume_from_disk(&caller.0, &id, lifetime).await?,
+    };
     Ok(axum::Json(sandbox.into()))
 }
 

@@ -30,6 +30,7 @@ mod snapshots;
 mod stream;
 mod templates;
 mod upload;
+mod usage;
 mod ws;
 
 /// The routes and their documentation.
@@ -47,6 +48,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(ws::routes())
         .merge(files::routes())
         .merge(templates::routes())
+        .merge(usage::routes())
 }
 
 /// The native API, ready to serve.

@@ -7,8 +7,8 @@ use axum::{
     http::{HeaderMap, StatusCode},
 };
 use serde::{Deserialize, Serialize};
-use stockade_model::{EndCause, MachineShape, OnTimeout, Sandbox, SandboxState, Tier};
-use stockade_service::{CreateSandbox, ListFilter};
+use stockade_model::{EndCause, IdleRules, MachineShape, OnTimeout, Sandbox, SandboxState, Tier};
+use stockade_service::{CreateSandbox, LifeChange, ListFilter};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
 use super::{guest, sandbox_id, show_time, show_unix_ms};
@@ -27,7 +27,7 @@ const ABSURD_SECONDS: f64 = 1e9;
 pub(super) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(create, list))
-        .routes(routes!(get, kill, set_lifetime))
+        .routes(routes!(get, kill, change))
         .routes(routes!(extend))
         .routes(routes!(stats))
         .routes(routes!(logs))
@@ -58,6 +58,66 @@ pub(super) struct CreateRequest {
     /// Whether a request to its guest brings it back from a pause.
     #[serde(default)]
     auto_resume: bool,
+    /// When it goes down by itself for want of use.
+    #[serde(default)]
+    idle: Idle,
+    /// False, where `template` is a snapshot: boot from its disk, whatever memory is in it.
+    #[serde(default = "default_memory")]
+    #[schema(default = true)]
+    memory: bool,
+}
+
+fn default_memory() -> bool {
+    true
+}
+
+/// How long nobody has used a sandbox when it goes down by itself. A request to its guest is use, and so is every
+/// stream from it that is open. The times must be in this order; null: never.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Idle {
+    /// Seconds until it goes into standby: back in milliseconds, at the price of its memory.
+    #[serde(default)]
+    standby_after_seconds: Option<f64>,
+    /// Seconds until it is hibernated: kept in files, at the price of its disk.
+    #[serde(default)]
+    hibernate_after_seconds: Option<f64>,
+    /// Seconds until it ends, whatever tier it is in by then.
+    #[serde(default)]
+    delete_after_seconds: Option<f64>,
+    /// A guest that uses this many per cent of one processor when its time is up is in use, too: 1 to 100. Null:
+    /// what the guest does by itself does not count.
+    #[serde(default)]
+    busy_percent: Option<u32>,
+}
+
+impl Idle {
+    fn rules(self) -> Result<IdleRules, ApiError> {
+        let time = |name: &str, seconds: Option<f64>| match seconds {
+            Some(seconds) if !(seconds > 0.0 && seconds <= ABSURD_SECONDS) => {
+                Err(ApiError::invalid(format!("idle.{name} must be over 0 and at most {ABSURD_SECONDS}, or null")))
+            }
+            seconds => Ok(seconds.map(Duration::from_secs_f64)),
+        };
+        Ok(IdleRules {
+            standby_after: time("standby_after_seconds", self.standby_after_seconds)?,
+            hibernate_after: time("hibernate_after_seconds", self.hibernate_after_seconds)?,
+            delete_after: time("delete_after_seconds", self.delete_after_seconds)?,
+            busy_percent: self.busy_percent,
+        })
+    }
+}
+
+impl From<IdleRules> for Idle {
+    fn from(rules: IdleRules) -> Self {
+        let seconds = |time: Option<Duration>| time.map(|time| time.as_secs_f64());
+        Self {
+            standby_after_seconds: seconds(rules.standby_after),
+            hibernate_after_seconds: seconds(rules.hibernate_after),
+            delete_after_seconds: seconds(rules.delete_after),
+            busy_percent: rules.busy_percent,
+        }
+    }
 }
 
 fn default_template() -> String {
@@ -66,6 +126,20 @@ fn default_template() -> String {
 
 fn default_lifetime() -> f64 {
     DEFAULT_LIFETIME_SECONDS
+}
+
+/// What is to change; what is left out stays as it is.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ChangeRequest {
+    /// Seconds from now to the deadline, earlier or later than it was.
+    lifetime_seconds: Option<f64>,
+    /// What happens when its lifetime is over.
+    on_timeout: Option<OnTimeout>,
+    /// Whether a request to its guest brings it back from a pause.
+    auto_resume: Option<bool>,
+    /// All of its idle rules.
+    idle: Option<Idle>,
 }
 
 /// A new life.
@@ -106,6 +180,8 @@ pub(super) struct SandboxView {
     on_timeout: OnTimeout,
     /// Whether a request to its guest brings it back from a pause.
     auto_resume: bool,
+    /// When it goes down by itself for want of use.
+    idle: Idle,
     /// The sandbox it was forked from.
     parent: Option<String>,
     /// The snapshot it came from.
@@ -144,6 +220,7 @@ impl From<Sandbox> for SandboxView {
             deadline: show_time(sandbox.deadline),
             on_timeout: sandbox.rules.on_timeout,
             auto_resume: sandbox.rules.auto_resume,
+            idle: sandbox.rules.idle.into(),
             parent: sandbox.lineage.parent.map(|parent| parent.to_string()),
             snapshot: sandbox.lineage.snapshot.map(|snapshot| snapshot.to_string()),
             ending,
@@ -199,8 +276,9 @@ async fn create(
         env: request.env,
         on_timeout: request.on_timeout,
         auto_resume: request.auto_resume,
+        idle: request.idle.rules()?,
+        from_disk: !request.memory,
         idempotency_key: idempotency_key(&headers)?,
-        ..CreateSandbox::default()
     };
     let sandbox = state.service.create(&caller.0, create).await?;
     Ok((StatusCode::CREATED, axum::Json(sandbox.into())))
@@ -304,19 +382,33 @@ async fn kill(State(state): State<AppState>, caller: Caller, Path(id): Path<Stri
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Set the deadline to now + `lifetime_seconds`, earlier or later.
+/// Change how long a sandbox lives and when it goes down by itself, whatever state it is in. An idle time counts
+/// from its last use, not from now.
 #[utoipa::path(
     patch, path = "/v1/sandboxes/{id}", tag = "sandboxes", params(("id" = String, Path)),
-    request_body = LifetimeRequest, responses((status = 200, body = SandboxView))
+    request_body = ChangeRequest, responses((status = 200, body = SandboxView))
 )]
-async fn set_lifetime(
+async fn change(
     State(state): State<AppState>,
     caller: Caller,
     Path(id): Path<String>,
-    Json(request): Json<LifetimeRequest>,
+    Json(request): Json<ChangeRequest>,
 ) -> Result<axum::Json<SandboxView>, ApiError> {
-    let lifetime = lifetime(request.lifetime_seconds)?;
-    let sandbox = state.service.set_lifetime(&caller.0, &sandbox_id(&id)?, lifetime).await?;
+    let ChangeRequest { lifetime_seconds, on_timeout, auto_resume, idle } = request;
+    let rules = LifeChange { on_timeout, auto_resume, idle: idle.map(Idle::rules).transpose()? };
+    let lifetime = lifetime_seconds.map(lifetime).transpose()?;
+    let id = sandbox_id(&id)?;
+    if lifetime.is_none() && rules.is_empty() {
+        return Err(ApiError::invalid("nothing is to change: give one of the fields"));
+    }
+    let mut sandbox = None;
+    if !rules.is_empty() {
+        sandbox = Some(state.service.set_rules(&caller.0, &id, rules).await?);
+    }
+    if let Some(lifetime) = lifetime {
+        sandbox = Some(state.service.set_lifetime(&caller.0, &id, lifetime).await?);
+    }
+    let sandbox = sandbox.ok_or_else(|| ApiError::invalid("nothing is to change"))?;
     Ok(axum::Json(sandbox.into()))
 }
 
