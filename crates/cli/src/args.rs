@@ -86,10 +86,22 @@ pub(crate) enum Command {
     Pause(Pause),
     /// Bring a paused or stopped sandbox back
     Resume(Resume),
+    /// Shut a sandbox down and keep its disk
+    Stop(One),
+    /// Boot a stopped sandbox from its disk
+    Start(One),
+    /// Change how long a sandbox lives and when it goes down by itself
+    Set(Set),
     /// Take a snapshot of a running sandbox and print its id, a template for `create` and `run`
     Snapshot(Snapshot),
-    /// Make copies of a running sandbox, memory and disk included, and print their ids
+    /// Put a sandbox back to one of its snapshots, under the same id
+    Rollback(Rollback),
+    /// Make copies of a running sandbox, memory and disk included; run a command in each, keep the best
     Fork(Fork),
+    /// Let a forked copy live on under the id of the sandbox it was forked from
+    Promote(One),
+    /// Show what was used and what it costs
+    Usage(Usage),
     /// Show templates
     #[command(subcommand)]
     Template(Template),
@@ -172,12 +184,44 @@ pub(crate) struct Up {
     /// What runs the guests
     #[arg(long, value_enum, env = "STOCKADE_ACCEL", default_value = "auto")]
     pub(crate) accel: Accel,
-    /// Machines kept ready per template; 0 restores each on demand
+    #[command(flatten)]
+    pub(crate) prices: PriceOptions,
+    /// Machines kept ready per template, at least; more, and some per snapshot, by recent demand. 0: none at all
     #[arg(long, value_name = "N", env = "STOCKADE_POOL", default_value_t = 2)]
     pub(crate) pool: usize,
+    /// Memory all machines kept ready may hold together
+    #[arg(long, value_name = "MIB", env = "STOCKADE_POOL_MEMORY", default_value_t = 1024)]
+    pub(crate) pool_memory: u64,
     /// Serve at once, without running a first sandbox
     #[arg(long, env = "STOCKADE_NO_SELF_CHECK", value_parser = FalseyValueParser::new())]
     pub(crate) no_self_check: bool,
+}
+
+/// What usage costs, in dollars.
+#[derive(Args, Clone, Copy, Debug)]
+#[command(next_help_heading = "Prices, in dollars")]
+pub(crate) struct PriceOptions {
+    /// A second of a processor really used
+    #[arg(long, value_name = "USD", env = "STOCKADE_PRICE_VCPU_SECOND", value_parser = dollars, default_value = "0.000015")]
+    pub(crate) price_vcpu_second: u64,
+    /// A GiB of memory really held, for a second
+    #[arg(
+        long,
+        value_name = "USD",
+        env = "STOCKADE_PRICE_MEMORY_GIB_SECOND",
+        value_parser = dollars,
+        default_value = "0.0000045"
+    )]
+    pub(crate) price_memory_gib_second: u64,
+    /// A GiB of disk, for an hour
+    #[arg(long, value_name = "USD", env = "STOCKADE_PRICE_DISK_GIB_HOUR", value_parser = dollars, default_value = "0")]
+    pub(crate) price_disk_gib_hour: u64,
+    /// A GiB of snapshots, for an hour
+    #[arg(long, value_name = "USD", env = "STOCKADE_PRICE_SNAPSHOT_GIB_HOUR", value_parser = dollars, default_value = "0")]
+    pub(crate) price_snapshot_gib_hour: u64,
+    /// A GiB sent to the outside
+    #[arg(long, value_name = "USD", env = "STOCKADE_PRICE_EGRESS_GIB", value_parser = dollars, default_value = "0")]
+    pub(crate) price_egress_gib: u64,
 }
 
 /// What a new sandbox is made from.
@@ -237,6 +281,70 @@ pub(crate) struct Run {
 pub(crate) struct Create {
     #[command(flatten)]
     pub(crate) making: Making,
+    #[command(flatten)]
+    pub(crate) rules: Rules,
+}
+
+/// How a sandbox lives on without being asked.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Life without being asked")]
+pub(crate) struct Rules {
+    /// At the end of its lifetime
+    #[arg(long, value_enum, env = "STOCKADE_ON_TIMEOUT")]
+    pub(crate) on_timeout: Option<OnTimeout>,
+    /// Whether a command or file request brings it back from a pause
+    #[arg(long, value_name = "BOOL", env = "STOCKADE_AUTO_RESUME", num_args = 0..=1, default_missing_value = "true")]
+    pub(crate) auto_resume: Option<bool>,
+    /// Seconds without use until it goes into standby, or `never`
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_STANDBY_AFTER", value_parser = seconds_or_never)]
+    pub(crate) standby_after: Option<Idle>,
+    /// Seconds without use until it is hibernated, or `never`
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_HIBERNATE_AFTER", value_parser = seconds_or_never)]
+    pub(crate) hibernate_after: Option<Idle>,
+    /// Seconds without use until it ends, or `never`
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_DELETE_AFTER", value_parser = seconds_or_never)]
+    pub(crate) delete_after: Option<Idle>,
+    /// Per cent of one processor at which a guest is in use by its own work; 0: that does not count
+    #[arg(long, value_name = "PERCENT", env = "STOCKADE_BUSY_PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub(crate) busy_percent: Option<u32>,
+}
+
+/// What happens at the deadline.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum OnTimeout {
+    /// The sandbox ends
+    Kill,
+    /// It is hibernated
+    Pause,
+    /// It is shut down, its disk is kept
+    Stop,
+}
+
+impl OnTimeout {
+    /// The API's word.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Kill => "kill",
+            Self::Pause => "pause",
+            Self::Stop => "stop",
+        }
+    }
+}
+
+/// An idle time; `None`: never.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Idle(pub(crate) Option<f64>);
+
+/// `stockade set`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Set {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// Seconds from now to its deadline, earlier or later than it was
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+    pub(crate) lifetime: Option<f64>,
+    #[command(flatten)]
+    pub(crate) rules: Rules,
 }
 
 /// `stockade ls`
@@ -351,15 +459,65 @@ pub(crate) struct Resume {
 
 /// `stockade snapshot`
 #[derive(Args, Clone, Debug)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Snapshot {
+    #[command(subcommand)]
+    pub(crate) command: Option<SnapshotCommand>,
     /// The sandbox's id
-    pub(crate) sandbox: String,
+    #[arg(required = true)]
+    pub(crate) sandbox: Option<String>,
     /// A name; the newest snapshot of a name is meant by it
     #[arg(long, env = "STOCKADE_SNAPSHOT_NAME")]
     pub(crate) name: Option<String>,
+    /// Label; repeatable
+    #[arg(long = "label", short = 'l', value_name = "KEY=VALUE", env = "STOCKADE_LABEL", value_parser = pair)]
+    pub(crate) labels: Vec<(String, String)>,
+    /// Seconds after which it is deleted by itself [default: never]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_EXPIRES_AFTER", value_parser = seconds)]
+    pub(crate) expires_after: Option<f64>,
     /// Keep the disk alone; what is made from it boots
     #[arg(long, env = "STOCKADE_DISK_ONLY", value_parser = FalseyValueParser::new())]
     pub(crate) disk_only: bool,
+}
+
+/// `stockade snapshot ls | info | rm`
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum SnapshotCommand {
+    /// List snapshots
+    #[command(visible_alias = "list")]
+    Ls {
+        /// Only those of this sandbox
+        sandbox: Option<String>,
+        /// Only those of this name
+        #[arg(long, env = "STOCKADE_SNAPSHOT_NAME")]
+        name: Option<String>,
+        /// Only those with this label; repeatable
+        #[arg(long = "label", short = 'l', value_name = "KEY=VALUE", env = "STOCKADE_LABEL", value_parser = pair)]
+        labels: Vec<(String, String)>,
+        /// Print ids only
+        #[arg(long, short = 'q', env = "STOCKADE_QUIET", value_parser = FalseyValueParser::new())]
+        quiet: bool,
+    },
+    /// Show one snapshot
+    Info {
+        /// Name or id
+        snapshot: String,
+    },
+    /// Delete snapshots; what was made from them lives on
+    Rm {
+        /// Their ids
+        #[arg(required = true)]
+        snapshots: Vec<String>,
+    },
+}
+
+/// `stockade rollback`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Rollback {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// A snapshot of it, or the one it was made from; name or id
+    pub(crate) snapshot: String,
 }
 
 /// `stockade fork`
@@ -373,6 +531,66 @@ pub(crate) struct Fork {
     /// Seconds each may live [default: as long as the sandbox was to]
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
+    /// End every copy once the command has ended in it
+    #[arg(long, conflicts_with = "keep_best", requires = "command", env = "STOCKADE_RM", value_parser = FalseyValueParser::new())]
+    pub(crate) rm: bool,
+    /// Let the best copy take the sandbox's place and end the others: of those whose command succeeded the one
+    /// with the best score, else the first
+    #[arg(long, requires = "command", env = "STOCKADE_KEEP_BEST", value_parser = FalseyValueParser::new())]
+    pub(crate) keep_best: bool,
+    /// A shell line run in each copy whose command succeeded; the last line it prints is the copy's score, a
+    /// number, the highest the best
+    #[arg(long, value_name = "LINE", requires = "keep_best", env = "STOCKADE_SCORE")]
+    pub(crate) score: Option<String>,
+    /// The lowest score is the best
+    #[arg(long, requires = "score", env = "STOCKADE_LOWEST", value_parser = FalseyValueParser::new())]
+    pub(crate) lowest: bool,
+    /// Kill the command after this many seconds
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_TIMEOUT", value_parser = seconds)]
+    pub(crate) timeout: Option<f64>,
+    /// User to run as [default: the template's]
+    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_USER")]
+    pub(crate) user: Option<String>,
+    /// Directory to run in [default: the user's home]
+    #[arg(long, short = 'C', value_name = "DIR", env = "STOCKADE_CWD")]
+    pub(crate) cwd: Option<String>,
+    /// A command to run in each copy; STOCKADE_FORK_INDEX is 0 in the first, 1 in the second, and so on
+    #[arg(last = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// `stockade usage`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Usage {
+    /// Only this sandbox's, also when it has ended
+    pub(crate) sandbox: Option<String>,
+    /// Only sandboxes with this label; repeatable
+    #[arg(long = "metadata", short = 'm', value_name = "KEY=VALUE", env = "STOCKADE_METADATA", value_parser = pair)]
+    pub(crate) metadata: Vec<(String, String)>,
+    /// From this time on, as in 2026-01-31T12:00:00Z
+    #[arg(long, value_name = "TIME", env = "STOCKADE_FROM")]
+    pub(crate) from: Option<String>,
+    /// Before this time
+    #[arg(long, value_name = "TIME", env = "STOCKADE_TO")]
+    pub(crate) to: Option<String>,
+    /// A row for each value of this label in place of each sandbox
+    #[arg(long, value_name = "KEY", env = "STOCKADE_BY_LABEL")]
+    pub(crate) by_label: Option<String>,
+    /// A row for each hour or day, UTC
+    #[arg(long, value_enum, env = "STOCKADE_STEP")]
+    pub(crate) step: Option<Step>,
+    /// Print comma-separated values
+    #[arg(long, env = "STOCKADE_CSV", value_parser = FalseyValueParser::new())]
+    pub(crate) csv: bool,
+}
+
+/// A stretch of time.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum Step {
+    /// From full hour to full hour
+    Hour,
+    /// From midnight to midnight
+    Day,
 }
 
 /// `stockade template`
@@ -430,6 +648,26 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
+fn seconds_or_never(text: &str) -> Result<Idle, String> {
+    if text == "never" {
+        return Ok(Idle(None));
+    }
+    seconds(text).map(|seconds| Idle(Some(seconds))).map_err(|error| format!("{error}, or `never`"))
+}
+
+/// Dollars as whole nano-dollars.
+fn dollars(text: &str) -> Result<u64, String> {
+    let problem = || "expected dollars like 0.000015, with at most nine decimals".to_owned();
+    let (whole, decimals) = text.split_once('.').unwrap_or((text, "0"));
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    if !is_number(whole) || !is_number(decimals) || decimals.len() > 9 {
+        return Err(problem());
+    }
+    let whole: u64 = whole.parse().map_err(|_| problem())?;
+    let decimals: u64 = format!("{decimals:0<9}").parse().map_err(|_| problem())?;
+    whole.checked_mul(1_000_000_000).and_then(|nano| nano.checked_add(decimals)).ok_or_else(problem)
+}
+
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds.is_finite() && seconds > 0.0 => Ok(seconds),
@@ -444,6 +682,15 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         command().debug_assert();
+    }
+
+    #[test]
+    fn dollars_are_exact_to_the_nano_dollar() {
+        assert_eq!(dollars("0.0000045"), Ok(4_500));
+        assert_eq!((dollars("0"), dollars("12"), dollars("1.5")), (Ok(0), Ok(12_000_000_000), Ok(1_500_000_000)));
+        for bad in ["", ".5", "1.", "-1", "1e-6", "0.0000000001", "99999999999999"] {
+            assert!(dollars(bad).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

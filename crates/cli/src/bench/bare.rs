@@ -19,6 +19,13 @@ pub(super) struct Emulator {
     _directory: TempDir,
 }
 
+/// Milliseconds; see the engine's own.
+pub(super) struct Times {
+    pub(super) restore: f64,
+    pub(super) snapshot_pause: f64,
+    pub(super) wake: f64,
+}
+
 impl Emulator {
     /// The emulator on the server's template.
     pub(super) async fn of(server: &Throwaway) -> Result<Self, Failure> {
@@ -29,6 +36,13 @@ impl Emulator {
         let engine = engine::open(directory.path(), &data_dir.join("kernel"), accel).await?;
         let template = server.client.template("base").await?;
         Ok(Self { engine, template: data_dir.join("templates").join(template.id), _directory: directory })
+    }
+
+    /// A restore and two halts, in milliseconds.
+    pub(super) async fn times(&self) -> Result<Times, Failure> {
+        let times = self.engine.bare_times(&self.template).await.map_err(|error| engine_failure(&error))?;
+        let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
+        Ok(Times { restore: ms(times.restore), snapshot_pause: ms(times.snapshot_pause), wake: ms(times.wake) })
     }
 
     /// From the start of the emulator's process to the guest agent's first reply, in milliseconds.

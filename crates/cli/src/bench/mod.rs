@@ -3,6 +3,7 @@
 //! ```text
 //! server with the pool off   restore -> first output, in turn with the bare emulator's restore
 //!                            command and file round trips, transfers, memory of idle sandboxes
+//!                            snapshots, forks, pauses and resumes, beside the bare emulator's own halts
 //! server with a pool         claim -> first output; creates per second at 1, 4, 16 in flight
 //! ```
 //!
@@ -20,6 +21,7 @@ use crate::{
 };
 
 mod bare;
+mod lifecycle;
 mod measure;
 mod report;
 mod rounds;
@@ -57,6 +59,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         measures.extend(restores(&server, n, ui).await?);
         measures.extend(round_trips(&server, n, ui).await?);
         measures.extend(idle_memory(&server, ui).await?);
+        measures.extend(lifecycle::measure(&server, n, ui).await?);
         Ok(())
     };
     let result: Result<(), Failure> = stages.await;

@@ -22,6 +22,7 @@ fn create_request() -> CreateRequest {
         lifetime_seconds: Some(600.0),
         metadata: Default::default(),
         env: Default::default(),
+        rules: Default::default(),
     }
 }
 
@@ -123,6 +124,16 @@ pub(super) async fn burst(server: &Throwaway, count: usize, in_flight: usize) ->
     Ok(Burst { latency, per_second })
 }
 
-fn milliseconds(start: Instant) -> f64 {
+/// Runs a command that must write something and succeed; from the request to its exit, in milliseconds.
+pub(super) async fn output_of(client: &Client, id: &str, argv: &[&str]) -> Result<f64, Failure> {
+    let start = Instant::now();
+    let collected = client.collect(id, &command(argv), false).await?;
+    match collected.exit.and_then(|exit| exit.code) {
+        Some(0) if !collected.stdout.is_empty() => Ok(milliseconds(start)),
+        other => Err(Failure::new("bench_exit", format!("{argv:?} ended with {other:?}"))),
+    }
+}
+
+pub(super) fn milliseconds(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e3
 }

@@ -114,6 +114,13 @@ impl Throwaway {
         pids.map(memory_of).collect()
     }
 
+    /// Processor time all machines have used, in seconds.
+    pub(super) fn cpu_seconds(&self) -> f64 {
+        let pids =
+            self.machines().into_iter().filter_map(|record| record.processes).map(|processes| processes.emulator.pid);
+        pids.filter_map(cpu_seconds_of).sum()
+    }
+
     /// Ends the sandboxes, then the server: its machines would outlive it.
     pub(super) async fn stop(mut self) -> Result<(), Failure> {
         for sandbox in self.client.sandboxes(&crate::client::ListQuery::default()).await? {
@@ -148,6 +155,16 @@ async fn wait_until_ready(mut child: Child, data_dir: &Path, log: &Path) -> Resu
         }
         time::sleep(POLL).await;
     }
+}
+
+fn cpu_seconds_of(pid: i32) -> Option<f64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name before them may hold anything; user and system time are the 14th and 15th field.
+    let fields: Vec<_> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
+    let ticks = |at: usize| fields.get(at)?.parse::<f64>().ok();
+    // SAFETY: no pointers are involved.
+    let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64;
+    Some((ticks(11)? + ticks(12)?) / per_second)
 }
 
 fn memory_of(pid: i32) -> Result<(f64, f64), String> {

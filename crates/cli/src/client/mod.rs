@@ -16,14 +16,16 @@ mod discovery;
 mod events;
 mod exec;
 mod files;
+mod lifecycle;
 mod sandboxes;
 mod socket;
 mod types;
 
 pub(crate) use exec::{ExecEvent, ExecInput, ExecRequest, ExecSession, Exit, PtySize};
 pub(crate) use files::WriteOptions;
+pub(crate) use lifecycle::SnapshotQuery;
 pub(crate) use sandboxes::{CreateRequest, ListQuery};
-pub(crate) use types::{Sandbox, Template};
+pub(crate) use types::{Sandbox, Snapshot, Template, UsageItem, Used};
 
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use reqwest::Method;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use stockade_model::Secret;
 
 use super::{
     Client,
-    types::{Items, Sandbox, Snapshot, Template, Version},
+    types::{Items, Sandbox, Template, Version},
 };
 use crate::failure::Failure;
 
@@ -21,6 +21,9 @@ pub(crate) struct CreateRequest {
     pub(crate) lifetime_seconds: Option<f64>,
     pub(crate) metadata: BTreeMap<String, String>,
     pub(crate) env: BTreeMap<String, String>,
+    /// How it lives on without being asked.
+    #[serde(flatten)]
+    pub(crate) rules: Map<String, Value>,
 }
 
 /// Which sandboxes to list.
@@ -35,11 +38,6 @@ pub(crate) struct ListQuery {
 #[derive(Serialize)]
 struct Lifetime {
     lifetime_seconds: f64,
-}
-
-#[derive(Deserialize)]
-struct Child {
-    sandbox: Sandbox,
 }
 
 #[derive(Deserialize)]
@@ -96,28 +94,6 @@ impl Client {
     pub(crate) async fn extend(&self, id: &str, seconds: f64) -> Result<Sandbox, Failure> {
         let request = self.request(Method::POST, &["v1", "sandboxes", id, "extend"]);
         self.json(request.json(&Lifetime { lifetime_seconds: seconds })).await
-    }
-
-    /// Halts a sandbox; returns when what is kept is durable.
-    pub(crate) async fn pause(&self, id: &str, body: &Value) -> Result<Sandbox, Failure> {
-        self.json(self.request(Method::POST, &["v1", "sandboxes", id, "pause"]).json(body)).await
-    }
-
-    /// Brings a sandbox back; returns when it takes commands.
-    pub(crate) async fn resume(&self, id: &str, body: &Value) -> Result<Sandbox, Failure> {
-        self.json(self.request(Method::POST, &["v1", "sandboxes", id, "resume"]).json(body)).await
-    }
-
-    /// Takes a snapshot; returns when it is durable.
-    pub(crate) async fn snapshot(&self, id: &str, body: &Value) -> Result<Snapshot, Failure> {
-        self.json(self.request(Method::POST, &["v1", "sandboxes", id, "snapshots"]).json(body)).await
-    }
-
-    /// Makes copies, all or none; returns when they take commands.
-    pub(crate) async fn fork(&self, id: &str, body: &Value) -> Result<Vec<Sandbox>, Failure> {
-        let request = self.request(Method::POST, &["v1", "sandboxes", id, "fork"]).json(body);
-        let page: Items<Child> = self.json(request).await?;
-        Ok(page.items.into_iter().map(|child| child.sandbox).collect())
     }
 
     /// The last lines of the guest's console.

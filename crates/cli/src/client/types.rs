@@ -48,10 +48,71 @@ pub(crate) struct Sandbox {
     other: BTreeMap<String, Value>,
 }
 
+impl Sandbox {
+    /// A field this client has no name for.
+    pub(crate) fn field(&self, name: &str) -> &Value {
+        self.other.get(name).unwrap_or(&Value::Null)
+    }
+}
+
 /// A snapshot.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Snapshot {
     pub(crate) id: String,
+    pub(crate) name: Option<String>,
+    #[serde(default)]
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) sandbox: String,
+    pub(crate) parent: Option<String>,
+    pub(crate) template: TemplateName,
+    pub(crate) memory: bool,
+    pub(crate) memory_bytes: u64,
+    pub(crate) disk_bytes: u64,
+    pub(crate) paused_seconds: f64,
+    pub(crate) created_at: String,
+    pub(crate) expires_at: Option<String>,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// What was used.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct UsageReport {
+    pub(crate) items: Vec<UsageItem>,
+    pub(crate) total: Used,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// What one sandbox or all of a label used.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct UsageItem {
+    pub(crate) sandbox: Option<String>,
+    pub(crate) label: Option<String>,
+    pub(crate) from: String,
+    #[serde(flatten)]
+    pub(crate) used: Used,
+}
+
+/// Amounts and what they cost.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Used {
+    pub(crate) running_seconds: f64,
+    pub(crate) paused_seconds: f64,
+    pub(crate) vcpu_seconds: f64,
+    pub(crate) memory_gib_seconds: f64,
+    pub(crate) disk_gib_hours: f64,
+    pub(crate) snapshot_gib_hours: f64,
+    pub(crate) egress_bytes: u64,
+    pub(crate) cost: Cost,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// Dollars.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Cost {
+    pub(crate) total: f64,
     #[serde(flatten)]
     other: BTreeMap<String, Value>,
 }

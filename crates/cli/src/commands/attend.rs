@@ -117,7 +117,7 @@ pub(super) struct Attendance<'a> {
 impl Attendance<'_> {
     /// Passes everything on until the command ends.
     pub(super) async fn attend(&self, mut session: ExecSession, signals: &mut Signals) -> Result<Attended, Failure> {
-        let mut output = Output::start(self.ui.json);
+        let output = Output::start(self.ui.json);
         let mut resized = listen(SignalKind::window_change())?;
         let mut pid = None;
         let mut signals_heard = 0;
@@ -174,13 +174,13 @@ impl Attendance<'_> {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Stream {
+pub(super) enum Stream {
     Out,
     Err,
 }
 
 /// Our standard output and error, written by a thread in order of arrival.
-struct Output {
+pub(super) struct Output {
     queue: mpsc::Sender<(Stream, Bytes)>,
     /// Resolves once the thread has ended: all is written, or nobody reads.
     ended: oneshot::Receiver<()>,
@@ -189,7 +189,7 @@ struct Output {
 }
 
 impl Output {
-    fn start(json: bool) -> Self {
+    pub(super) fn start(json: bool) -> Self {
         let (queue, mut writes) = mpsc::channel::<(Stream, Bytes)>(QUEUED_WRITES);
         let (done, ended) = oneshot::channel();
         thread::spawn(move || {
@@ -208,7 +208,7 @@ impl Output {
         Self { queue, ended, json }
     }
 
-    async fn put(&self, stream: Stream, data: Bytes) {
+    pub(super) async fn put(&self, stream: Stream, data: Bytes) {
         if self.json {
             let name = if stream == Stream::Out { "stdout" } else { "stderr" };
             self.tell(json!({"type": name, "data": BASE64_STANDARD.encode(&data)})).await;
@@ -218,20 +218,33 @@ impl Output {
         }
     }
 
-    async fn tell(&self, event: Value) {
+    pub(super) async fn tell(&self, event: Value) {
         if self.json {
             let _ = self.queue.send((Stream::Out, Bytes::from(format!("{event}\n")))).await;
         }
     }
 
+    /// An event that is made only where somebody wants it.
+    pub(super) async fn tell_with(&self, event: impl FnOnce() -> Value) {
+        if self.json {
+            self.tell(event()).await;
+        }
+    }
+
+    /// Bytes for people; nothing with `--json`.
+    pub(super) async fn print(&self, stream: Stream, data: Bytes) {
+        if !self.json && !data.is_empty() {
+            let _ = self.queue.send((stream, data)).await;
+        }
+    }
+
     /// Resolves when nobody reads any more. Cancel-safe.
-    async fn closed(&mut self) {
-        // An error too means that the thread is no more.
-        let _ = (&mut self.ended).await;
+    pub(super) async fn closed(&self) {
+        self.queue.closed().await;
     }
 
     /// Waits until everything is written.
-    async fn finish(self) {
+    pub(super) async fn finish(self) {
         drop(self.queue);
         let _ = self.ended.await;
     }

@@ -1,34 +1,89 @@
-//! `stockade pause | resume | snapshot | fork`.
+//! `stockade pause | resume | stop | start | set | rollback | promote`.
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::{Context, sandboxes::local_time};
 use crate::{
-    args::{Fork, Pause, Resume, Snapshot},
+    args::{Idle, One, Pause, Resume, Rollback, Rules, Set},
     failure::Failure,
 };
 
 pub(super) async fn pause(context: &Context, args: Pause) -> Result<(), Failure> {
     let tier = if args.standby { "standby" } else { "hibernated" };
     let body = json!({"memory": !args.disk_only, "tier": tier});
-    let sandbox = context.client.pause(&args.sandbox, &body).await?;
+    let sandbox = context.client.change(&args.sandbox, "pause", &body).await?;
     context.ui.data(&sandbox, || sandbox.state.clone())
 }
 
 pub(super) async fn resume(context: &Context, args: Resume) -> Result<(), Failure> {
     let body = json!({"lifetime_seconds": args.lifetime});
-    let sandbox = context.client.resume(&args.sandbox, &body).await?;
+    let sandbox = context.client.change(&args.sandbox, "resume", &body).await?;
     context.ui.data(&sandbox, || format!("deadline {}", local_time(&sandbox.deadline)))
 }
 
-pub(super) async fn snapshot(context: &Context, args: Snapshot) -> Result<(), Failure> {
-    let body = json!({"name": args.name, "memory": !args.disk_only});
-    let snapshot = context.client.snapshot(&args.sandbox, &body).await?;
-    context.ui.data(&snapshot, || snapshot.id.clone())
+pub(super) async fn stop(context: &Context, args: One) -> Result<(), Failure> {
+    let sandbox = context.client.change(&args.sandbox, "stop", &json!({})).await?;
+    context.ui.data(&sandbox, || sandbox.state.clone())
 }
 
-pub(super) async fn fork(context: &Context, args: Fork) -> Result<(), Failure> {
-    let body = json!({"count": args.count, "lifetime_seconds": args.lifetime, "all_or_nothing": true});
-    let children = context.client.fork(&args.sandbox, &body).await?;
-    context.ui.data(&json!({"items": children}), || children.iter().map(|child| format!("{}\n", child.id)).collect())
+pub(super) async fn start(context: &Context, args: One) -> Result<(), Failure> {
+    let sandbox = context.client.change(&args.sandbox, "start", &json!({})).await?;
+    context.ui.data(&sandbox, || format!("deadline {}", local_time(&sandbox.deadline)))
+}
+
+pub(super) async fn rollback(context: &Context, args: Rollback) -> Result<(), Failure> {
+    let body = json!({"snapshot": args.snapshot});
+    let sandbox = context.client.change(&args.sandbox, "rollback", &body).await?;
+    context.ui.data(&sandbox, || sandbox.id.clone())
+}
+
+pub(super) async fn promote(context: &Context, args: One) -> Result<(), Failure> {
+    let sandbox = context.client.change(&args.sandbox, "promote", &json!({})).await?;
+    context.ui.data(&sandbox, || sandbox.id.clone())
+}
+
+pub(super) async fn set(context: &Context, args: Set) -> Result<(), Failure> {
+    let mut body = Map::new();
+    if args.rules.has_idle() {
+        // The API takes all idle rules at once; those that were not typed stay.
+        let now = context.client.sandbox(&args.sandbox).await?;
+        body.extend(rules(&args.rules, now.field("idle")));
+    } else {
+        body.extend(rules(&args.rules, &Value::Null));
+    }
+    body.extend(args.lifetime.map(|seconds| ("lifetime_seconds".to_owned(), json!(seconds))));
+    if body.is_empty() {
+        return Err(Failure::new("invalid_argument", "nothing is to change")
+            .hint("`stockade set --help` lists what can be set")
+            .exit(2));
+    }
+    let sandbox = context.client.set(&args.sandbox, &Value::Object(body)).await?;
+    context.ui.data(&sandbox, || format!("deadline {}", local_time(&sandbox.deadline)))
+}
+
+impl Rules {
+    fn has_idle(&self) -> bool {
+        let Self { standby_after, hibernate_after, delete_after, busy_percent, .. } = self;
+        standby_after.is_some() || hibernate_after.is_some() || delete_after.is_some() || busy_percent.is_some()
+    }
+}
+
+/// The rules that were typed as fields of a request, over the idle rules there are.
+pub(super) fn rules(rules: &Rules, idle: &Value) -> Map<String, Value> {
+    let mut fields = Map::new();
+    fields.extend(rules.on_timeout.map(|word| ("on_timeout".to_owned(), json!(word.as_str()))));
+    fields.extend(rules.auto_resume.map(|is_on| ("auto_resume".to_owned(), json!(is_on))));
+    if rules.has_idle() {
+        let mut idle = idle.as_object().cloned().unwrap_or_default();
+        let mut put = |name: &str, time: Option<Idle>| {
+            idle.extend(time.map(|Idle(seconds)| (name.to_owned(), json!(seconds))));
+        };
+        put("standby_after_seconds", rules.standby_after);
+        put("hibernate_after_seconds", rules.hibernate_after);
+        put("delete_after_seconds", rules.delete_after);
+        let percent = rules.busy_percent.map(|percent| (percent > 0).then_some(percent));
+        idle.extend(percent.map(|percent| ("busy_percent".to_owned(), json!(percent))));
+        fields.insert("idle".to_owned(), Value::Object(idle));
+    }
+    fields
 }

@@ -18,10 +18,13 @@ mod attend;
 mod cp;
 pub(crate) mod env;
 mod exec;
+mod fork;
 mod lifecycle;
 mod run;
 mod sandboxes;
+mod snapshots;
 mod template;
+mod usage;
 mod version;
 
 /// What a command works with.
@@ -64,8 +67,14 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Extend(args) => sandboxes::extend(&context(&common)?, args).await,
         Command::Pause(args) => lifecycle::pause(&context(&common)?, args).await,
         Command::Resume(args) => lifecycle::resume(&context(&common)?, args).await,
-        Command::Snapshot(args) => lifecycle::snapshot(&context(&common)?, args).await,
-        Command::Fork(args) => lifecycle::fork(&context(&common)?, args).await,
+        Command::Snapshot(args) => return snapshots::snapshot(&context(&common)?, args).await,
+        Command::Fork(args) => return fork::fork(&context(&common)?, args).await,
+        Command::Stop(args) => lifecycle::stop(&context(&common)?, args).await,
+        Command::Start(args) => lifecycle::start(&context(&common)?, args).await,
+        Command::Set(args) => lifecycle::set(&context(&common)?, args).await,
+        Command::Rollback(args) => lifecycle::rollback(&context(&common)?, args).await,
+        Command::Promote(args) => lifecycle::promote(&context(&common)?, args).await,
+        Command::Usage(args) => usage::usage(&context(&common)?, args).await,
         Command::Cp(args) => cp::cp(&context(&common)?, args).await,
         Command::Template(args) => template::template(&context(&common)?, args).await,
         Command::Version => version::version(&common, ui).await,

@@ -37,6 +37,7 @@ pub(super) async fn run(context: &Context, args: Run) -> Result<u8, Failure> {
         lifetime_seconds: Some(args.making.lifetime.unwrap_or(LIFETIME_SECONDS)),
         metadata: args.making.metadata.into_iter().collect(),
         env: args.making.env.into_iter().collect(),
+        rules: <_>::default(),
     };
     let sandbox = match create_unless_signalled(&context.client, create, &mut signals).await? {
         Created::Sandbox(sandbox) => sandbox,

@@ -1,9 +1,9 @@
 //! `stockade create | ls | info | logs | kill | extend`.
 
 use jiff::{Timestamp, tz::TimeZone};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::Context;
+use super::{Context, lifecycle::rules};
 use crate::{
     args::{Create, Extend, Kill, Ls, One},
     client::{CreateRequest, ListQuery, Sandbox},
@@ -19,6 +19,7 @@ pub(super) async fn create(context: &Context, args: Create) -> Result<(), Failur
         lifetime_seconds: args.making.lifetime,
         metadata: args.making.metadata.into_iter().collect(),
         env: args.making.env.into_iter().collect(),
+        rules: rules(&args.rules, &Value::Null),
     };
     let sandbox = context.client.create(&request).await?;
     context.ui.data(&sandbox, || sandbox.id.clone())

@@ -19,6 +19,7 @@ use std::{
 use stockade_api::{ServeConfig, Server, Tls};
 use stockade_engine::Engine;
 use stockade_images::Images;
+use stockade_model::Prices;
 use stockade_service::{Service, ServiceConfig};
 use stockade_store::{SecretFile, Store};
 use tokio::{
@@ -88,17 +89,29 @@ async fn prepare(data_dir: &DataDir, cache: &Path, args: &Up, ui: Ui) -> Result<
     display.begin("starting the engine");
     let engine = engine::open(data_dir.path(), &data_dir.join("kernel"), args.accel).await?;
     let info = engine.info();
-    let service = start_service(data_dir, engine.clone(), args.pool).await?;
+    let service = start_service(data_dir, engine.clone(), args).await?;
     template::ensure_base(&service, engine.as_ref(), &images, &boot, data_dir, &display).await?;
     display.finish();
     Ok(Prepared { service, accel: info.accelerator.to_string() })
 }
 
-async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, pool: usize) -> Result<Service, Failure> {
+async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -> Result<Service, Failure> {
     let store_failed = |error: stockade_store::StoreError| Failure::new("store_failed", chain(&error));
     let secret = SecretFile::open_or_create(&data_dir.join("secret")).map_err(store_failed)?;
     let store = Store::open(&data_dir.join("stockade.db"), secret).await.map_err(store_failed)?;
-    let config = ServiceConfig { pool_size: pool, ..ServiceConfig::new(engine, store) };
+    let prices = Prices {
+        vcpu_second: args.prices.price_vcpu_second,
+        memory_gib_second: args.prices.price_memory_gib_second,
+        disk_gib_hour: args.prices.price_disk_gib_hour,
+        snapshot_gib_hour: args.prices.price_snapshot_gib_hour,
+        egress_gib: args.prices.price_egress_gib,
+    };
+    let config = ServiceConfig {
+        pool_size: args.pool,
+        pool_memory_mib: args.pool_memory,
+        prices,
+        ..ServiceConfig::new(engine, store)
+    };
     let failed = |error: stockade_service::ServiceError| Failure::new("service_failed", chain(&error));
     let service = Service::start(config).await.map_err(failed)?;
     let (key, _) = data_dir.api_key()?;

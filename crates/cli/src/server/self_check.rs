@@ -27,6 +27,7 @@ pub(super) async fn run_first_sandbox(ready: &Ready, ui: Ui) -> Result<Timing, F
         lifetime_seconds: Some(120.0),
         metadata: [("purpose".to_owned(), "self-check".to_owned())].into(),
         env: Default::default(),
+        rules: Default::default(),
     };
     let begun = Instant::now();
     let sandbox = client.create(&request).await.map_err(failed)?;

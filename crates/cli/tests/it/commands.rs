@@ -88,3 +88,127 @@ async fn a_sandbox_is_paused_resumed_forked_and_started_from_its_snapshot() {
     assert_eq!(children.lines().filter(|child| child.starts_with("sbx") && *child != id).count(), 2, "{children}");
     assert_eq!(server.ok(&["ls", "-q"]).await.lines().count(), 5);
 }
+
+#[tokio::test]
+async fn snapshots_are_labelled_listed_shown_rolled_back_to_and_deleted() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    server.ok(&["exec", "-n", &id, "--", "sh", "-c", "echo before > file"]).await;
+    let take = ["snapshot", &id, "--name", "point", "--label", "a=1", "--expires-after", "3600"];
+    let snapshot = server.ok(&take).await.trim().to_owned();
+    assert_eq!(server.ok(&["snapshot", "ls", "-q"]).await, format!("{snapshot}\n"));
+    assert_eq!(server.ok(&["snapshot", "ls", "-q", "--label", "a=2"]).await, "");
+    let table = server.ok(&["snapshot", "ls", &id, "--label", "a=1"]).await;
+    assert!(table.starts_with("ID ") && table.contains("point") && table.contains("memory+disk"), "{table}");
+    let info: Value = serde_json::from_str(&server.ok(&["snapshot", "info", "point", "--json"]).await).expect("JSON");
+    assert_eq!((info["id"].as_str(), &info["labels"]["a"]), (Some(snapshot.as_str()), &"1".into()));
+    assert!(server.ok(&["snapshot", "info", &snapshot]).await.contains("label     a=1"));
+
+    server.ok(&["exec", "-n", &id, "--", "sh", "-c", "echo after > file"]).await;
+    assert_eq!(server.ok(&["rollback", &id, "point"]).await, format!("{id}\n"));
+    assert_eq!(server.ok(&["exec", "-n", &id, "--", "cat", "file"]).await, "before\n");
+    let ran = run(server.stockade(&["snapshot", "rm", "snapaaaaaaaaaaaaaaaaaaaa", &snapshot, "--json"]), b"").await;
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.contains("snapshot_not_found") && ran.stdout.contains(&snapshot), "{ran:?}");
+    assert_eq!(server.ok(&["snapshot", "ls", "-q"]).await, "");
+    let ran = run(server.stockade(&["snapshot"]), b"").await;
+    assert_eq!(ran.code, Some(2), "{ran:?}");
+}
+
+#[tokio::test]
+async fn a_sandbox_is_stopped_started_and_its_rules_are_set() {
+    let server = TestServer::start().await;
+    let create = ["create", "--on-timeout", "pause", "--auto-resume", "--standby-after", "60", "--json"];
+    let made: Value = serde_json::from_str(&server.ok(&create).await).expect("JSON");
+    assert_eq!((made["on_timeout"].as_str(), &made["auto_resume"]), (Some("pause"), &true.into()));
+    assert_eq!(made["idle"]["standby_after_seconds"], 60.0);
+    let id = made["id"].as_str().expect("an id");
+    assert_eq!(server.ok(&["stop", id]).await, "stopped\n");
+    let set = ["set", id, "--hibernate-after", "600", "--busy-percent", "5", "--on-timeout", "stop", "--json"];
+    let set: Value = serde_json::from_str(&server.ok(&set).await).expect("JSON");
+    assert_eq!((set["state"].as_str(), set["on_timeout"].as_str()), (Some("stopped"), Some("stop")));
+    let idle = serde_json::json!({"standby_after_seconds": 60.0, "hibernate_after_seconds": 600.0,
+        "delete_after_seconds": null, "busy_percent": 5});
+    assert_eq!(set["idle"], idle, "what was not typed stays");
+    assert!(server.ok(&["start", id]).await.starts_with("deadline "));
+    let never = server.ok(&["set", id, "--standby-after", "never", "--busy-percent", "0", "--json"]).await;
+    let never: Value = serde_json::from_str(&never).expect("JSON");
+    assert_eq!((&never["idle"]["standby_after_seconds"], &never["idle"]["busy_percent"]), (&Value::Null, &Value::Null));
+    for (arguments, exit) in [
+        (&["set", id][..], 2),
+        (&["set", id, "--standby-after", "soon"], 2),
+        (&["set", id, "--standby-after", "700"], 1),
+        (&["set", id, "--busy-percent", "101"], 2),
+    ] {
+        assert_eq!(run(server.stockade(arguments), b"").await.code, Some(exit), "{arguments:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_command_runs_in_every_copy_and_the_best_is_kept() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    let line = "echo $STOCKADE_FORK_INDEX > mine; printf 'no end '; echo of $STOCKADE_FORK_INDEX; echo bad >&2; \
+                exit $((STOCKADE_FORK_INDEX % 2))";
+    let fork = |more: &[&str]| {
+        let all = [&["fork", &id, "-n", "4"], more, &["--", "sh", "-c", line]].concat();
+        run(server.stockade(&all), b"")
+    };
+    let ran = fork(&["--rm"]).await;
+    assert_eq!(ran.code, Some(1), "two of them failed: {ran:?}");
+    for index in 0..4 {
+        assert!(ran.stdout.contains(&format!("[{index}] no end of {index}\n")), "{}", ran.stdout);
+        assert!(ran.stderr.contains(&format!("[{index}] bad\n")), "{}", ran.stderr);
+    }
+    assert_eq!(ran.stdout.lines().filter(|line| line.ends_with(" ended")).count(), 4, "{}", ran.stdout);
+    assert_eq!(server.ok(&["ls", "-q"]).await, format!("{id}\n"));
+
+    let ran = fork(&["--keep-best", "--score", "cat mine", "--json"]).await;
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    let last: Value = serde_json::from_str(ran.stdout.lines().last().expect("a line")).expect("JSON");
+    assert_eq!(
+        (last["type"].as_str(), &last["kept"]),
+        (Some("result"), &2.into()),
+        "the highest of those that succeeded"
+    );
+    assert_eq!(last["items"].as_array().map(Vec::len), Some(4));
+    assert_eq!(server.ok(&["exec", "-n", &id, "--", "cat", "mine"]).await, "2\n");
+    assert_eq!(fork(&["--keep-best", "--score", "cat mine", "--lowest"]).await.code, Some(0));
+    assert_eq!(server.ok(&["exec", "-n", &id, "--", "cat", "mine"]).await, "0\n");
+    assert_eq!(server.ok(&["ls", "-q"]).await, format!("{id}\n"));
+
+    // A score that is no number, and a command that is not there: nothing is kept, and it is said why.
+    let ran = fork(&["--keep-best", "--score", "echo high"]).await;
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.contains("\"high\", not a number") && ran.stderr.contains("as it was"), "{}", ran.stderr);
+    let ran = run(server.stockade(&["fork", &id, "--keep-best", "--", "no-such-command"]), b"").await;
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    assert!(ran.stdout.lines().any(|line| line.split_ascii_whitespace().nth(2) == Some("127")), "{ran:?}");
+    assert_eq!(server.ok(&["exec", "-n", &id, "--", "cat", "mine"]).await, "0\n");
+    assert_eq!(server.ok(&["ls", "-q"]).await, format!("{id}\n"));
+    for wrong in [&["--keep-best"][..], &["--rm"], &["--score", "x", "--", "true"], &["-n", "0", "--", "true"]] {
+        let ran = run(server.stockade(&[&["fork", &id], wrong].concat()), b"").await;
+        assert!(matches!(ran.code, Some(1 | 2)), "{wrong:?} {ran:?}");
+    }
+}
+
+#[tokio::test]
+async fn usage_is_shown_summed_and_exported() {
+    let server = TestServer::start().await;
+    for team in ["a", "a", "b"] {
+        server.ok(&["create", "--metadata", &format!("team={team}")]).await;
+    }
+    let id = server.create().await;
+    server.ok(&["kill", &id]).await;
+    let report: Value = serde_json::from_str(&server.ok(&["usage", "--json"]).await).expect("JSON");
+    assert_eq!(report["items"].as_array().map(Vec::len), Some(4));
+    assert_eq!(report["prices"]["vcpu_second"], 0.000015);
+    let table = server.ok(&["usage", &id]).await;
+    assert!(table.contains(&id) && table.lines().last().is_some_and(|line| line.starts_with("total")), "{table}");
+    let by_label = server.ok(&["usage", "--by-label", "team"]).await;
+    assert_eq!(by_label.lines().count(), 5, "{by_label}");
+    let csv = server.ok(&["usage", "--csv", "--metadata", "team=a", "--step", "day"]).await;
+    assert!(csv.starts_with("sandbox,template,label,metadata,from,to,") && csv.lines().count() >= 3, "{csv}");
+    let ran = run(server.stockade(&["usage", "--from", "yesterday", "--json"]), b"").await;
+    assert!(ran.code == Some(1) && ran.stderr.contains("invalid_argument"), "{ran:?}");
+}
