@@ -61,6 +61,17 @@ impl<'a> Sandbox<'a> {
         self.server.json(Method::GET, &self.path(""), None).await
     }
 
+    /// A verb with a JSON answer, as `pause`; it must succeed.
+    pub async fn verb(&self, verb: &str, body: Value) -> Value {
+        self.server.json(Method::POST, &self.path(&format!("/{verb}")), Some(body)).await
+    }
+
+    /// What a command line that must succeed prints, without the last line's end.
+    pub async fn says(&self, line: &str) -> String {
+        let ran = self.shell(line).await.expect_success();
+        String::from_utf8(ran.stdout).expect("UTF-8").trim_end().to_owned()
+    }
+
     /// Runs a command line to its end.
     pub async fn shell(&self, line: &str) -> Ran {
         self.run(json!({ "shell": line })).await

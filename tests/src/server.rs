@@ -191,9 +191,9 @@ impl TestServer {
         Sandbox::new(self, sandbox["id"].as_str().expect("a sandbox has an id"))
     }
 
-    /// Runs a command of the CLI against this server, with this input.
-    pub async fn cli(&self, arguments: &[&str], stdin: &[u8]) -> Ended {
-        let mut child = Command::new(stockade_program())
+    /// Starts a command of the CLI against this server, its standard streams piped.
+    pub fn start_cli(&self, arguments: &[&str]) -> Child {
+        Command::new(stockade_program())
             .args(arguments)
             .env("STOCKADE_DATA_DIR", self.data_dir())
             .stdin(Stdio::piped())
@@ -201,7 +201,19 @@ impl TestServer {
             .stderr(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
-            .expect("the program starts");
+            .expect("the program starts")
+    }
+
+    /// Runs a command of the CLI that must succeed; what it wrote.
+    pub async fn cli_ok(&self, arguments: &[&str]) -> String {
+        let ended = self.cli(arguments, b"").await;
+        assert_eq!(ended.code, Some(0), "{arguments:?}: {}", ended.stderr);
+        String::from_utf8(ended.stdout).expect("the CLI writes UTF-8")
+    }
+
+    /// Runs a command of the CLI against this server, with this input.
+    pub async fn cli(&self, arguments: &[&str], stdin: &[u8]) -> Ended {
+        let mut child = self.start_cli(arguments);
         let mut input = child.stdin.take().expect("piped");
         let write = async move {
             // The command may end without having read all.
