@@ -82,7 +82,8 @@ async fn setting_may_shorten_and_extending_may_not() {
     let t = TestServer::start_with(|config| config.max_lifetime = Duration::from_secs(3600)).await;
     let sandbox = t.create().await;
     let seconds = Duration::from_secs;
-    let left = |deadline: Timestamp| deadline.duration_since(Timestamp::now()).as_secs_f64();
+    // Deadlines are rounded up to whole milliseconds.
+    let left = |deadline: Timestamp| deadline.duration_since(Timestamp::now()).as_secs_f64() - 0.001;
     let shorter = within(t.service.set_lifetime(&t.who, &sandbox.id, seconds(60))).await.expect("set");
     assert!((50.0..=60.0).contains(&left(shorter.deadline)), "{}", shorter.deadline);
     let same = within(t.service.extend(&t.who, &sandbox.id, seconds(30))).await.expect("extended");

@@ -105,6 +105,7 @@ async fn at_its_deadline_a_sandbox_is_put_away_if_its_rules_say_so_again_and_aga
             within(t.service.resume(&t.who, &sandbox.id, None)).await.expect("resumed");
         }
         t.wait_for(&sandbox.id, state).await;
+        eventually("its machine is gone", || t.host.machines().is_empty()).await;
         t.assert_nothing_stray().await;
     }
 }
