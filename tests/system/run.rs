@@ -1,3 +1,5 @@
+use reqwest::Method;
+use serde_json::json;
 use stockade_system_tests::TestServer;
 
 #[tokio::test]
@@ -37,5 +39,36 @@ async fn files_written_through_the_api_are_what_commands_see_and_back() {
     let ran =
         sandbox.shell("id -un; echo out >/dev/stdout; echo err | tee /dev/stderr >/dev/null").await.expect_success();
     assert_eq!((ran.stdout.as_slice(), ran.stderr.as_slice()), (b"user\nout\n".as_slice(), b"err\n".as_slice()));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_full_disk_is_told_by_the_api_and_the_cli_and_nothing_half_written_stays() {
+    let server = TestServer::start().await;
+    let sandbox = server.create("base").await;
+    // Reserved, not written: the host's disk does not fill up.
+    let fill = "fallocate -l $(( $(df --output=avail -B1 / | tail -1) - 1000000 )) /fill; \
+                dd if=/dev/zero of=/fill.rest bs=4k; test $(df --output=avail / | tail -1) -eq 0";
+    sandbox.run(json!({ "shell": fill, "user": "root" })).await.expect_success();
+
+    let content = vec![b'x'; 1_000_000];
+    let path = format!("/v1/sandboxes/{}/files?path=/home/user/large", sandbox.id());
+    let answer = server.request(Method::PUT, &path).body(content.clone()).send().await.expect("it answers");
+    assert_eq!(answer.status(), 507);
+    let body: serde_json::Value = answer.json().await.expect("JSON");
+    assert_eq!(body["error"]["code"], "no_space", "{body}");
+
+    let scratch = tempfile::tempdir().expect("a temporary directory");
+    let local = scratch.path().join("large");
+    std::fs::write(&local, content).expect("written");
+    let target = format!("{}:/home/user/large", sandbox.id());
+    let copied = server.cli(&["--json", "cp", local.to_str().expect("text"), &target], b"").await;
+    assert_eq!(copied.code, Some(1), "{copied:?}");
+    assert!(copied.stderr.contains("\"no_space\""), "{}", copied.stderr);
+
+    let left = sandbox
+        .shell("ls -A /home/user | grep -v '^[.][bps]'; sudo rm /fill.rest; echo goes on > note; cat note")
+        .await;
+    assert_eq!(left.stdout, b"goes on\n", "{left}");
     server.stop().await;
 }

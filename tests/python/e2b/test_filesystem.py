@@ -4,7 +4,7 @@ import io
 import os
 
 import pytest
-from e2b import FileType, InvalidArgumentException, NotFoundException
+from e2b import FileType, InvalidArgumentException, NotEnoughSpaceException, NotFoundException, Sandbox
 from e2b.exceptions import AuthenticationException
 
 BINARY = bytes(range(256)) * 41
@@ -249,3 +249,20 @@ def test_compose(box, place, edge):
     assert answer.status_code == 200, answer.text
     assert box.files.read(f"{place}/all") == "000111222"
     assert [entry.name for entry in box.files.list(place)] == ["all"]
+
+
+@pytest.mark.machine
+def test_a_full_disk_is_told_and_nothing_half_written_stays():
+    sandbox = Sandbox.create(timeout=300)
+    try:
+        # Reserved, not written: the host's disk does not fill up.
+        fill = "sudo fallocate -l $(( $(df --output=avail -B1 / | tail -1) - 1000000 )) /fill; sudo dd if=/dev/zero of=/fill.rest bs=4k || true"
+        sandbox.commands.run(fill, timeout=120)
+        with pytest.raises(NotEnoughSpaceException):
+            sandbox.files.write("/home/user/large", b"x" * 1_000_000)
+        assert not sandbox.files.exists("/home/user/large")
+        sandbox.commands.run("sudo rm /fill.rest")
+        sandbox.files.write("/home/user/small", b"x" * 1000)
+        assert sandbox.files.read("/home/user/small") == "x" * 1000
+    finally:
+        sandbox.kill()

@@ -92,6 +92,8 @@ struct Target {
     order: Order,
     file: File,
     temporary: Option<Temporary>,
+    /// The file was not there before.
+    is_new: bool,
 }
 
 struct Temporary {
@@ -116,8 +118,10 @@ impl Target {
         let path = &order.path;
         let mode = order.mode.unwrap_or(0o666);
         let opened = options().create_new(true).mode(mode).open(path);
+        let mut is_new = false;
         let file = match opened {
             Ok(file) => {
+                is_new = true;
                 claim(&file, &order.account).map_err(failed(format_args!("set the owner of '{path}'")))?;
                 exact_mode(&file, order.mode).map_err(failed(format_args!("set the mode of '{path}'")))?;
                 file
@@ -125,7 +129,7 @@ impl Target {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => open_existing(&order)?,
             Err(error) => return Err(failed(format_args!("create '{path}'"))(error)),
         };
-        Ok(Self { order, file, temporary: None })
+        Ok(Self { order, file, temporary: None, is_new })
     }
 
     fn open_beside(order: Order) -> Result<Self> {
@@ -145,7 +149,7 @@ impl Target {
             .mode(order.mode.unwrap_or(0o666))
             .open(&temporary)
             .map_err(failed(format_args!("create a file beside '{}'", order.path)))?;
-        let target = Self { order, file, temporary: Some(Temporary { path: temporary, replaces }) };
+        let target = Self { order, file, temporary: Some(Temporary { path: temporary, replaces }), is_new: false };
         target.inherit(before.as_ref())?;
         Ok(target)
     }
@@ -164,12 +168,25 @@ impl Target {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|error| match error.raw_os_error() {
+        let Err(error) = self.file.write_all(bytes) else { return Ok(()) };
+        self.take_back();
+        Err(match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => {
                 ErrorBody::new(ErrorCode::NoSpace, format!("no space left on the disk for '{}'", self.order.path))
             }
             _ => failed(format_args!("write '{}'", self.order.path))(error),
         })
+    }
+
+    /// Removes a new file that cannot be written, if its name still means it.
+    fn take_back(&self) {
+        let place = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        if self.is_new
+            && let (Ok(own), Ok(named)) = (self.file.metadata(), fs::symlink_metadata(&self.order.path))
+            && place(own) == place(named)
+        {
+            let _ = fs::remove_file(&self.order.path);
+        }
     }
 
     fn finish(mut self) -> Result<EntryInfo> {
