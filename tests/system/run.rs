@@ -72,3 +72,16 @@ async fn a_full_disk_is_told_by_the_api_and_the_cli_and_nothing_half_written_sta
     assert_eq!(left.stdout, b"goes on\n", "{left}");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn a_guest_may_use_all_the_memory_it_has() {
+    let server = TestServer::start().await;
+    let sandbox = server.create("base").await;
+    // The page cache takes what is free, then a program takes it from the cache.
+    let line = "dd if=/dev/zero of=/tmp/large bs=1M count=700 status=none && cat /tmp/large | wc -c && \
+                python3 -c 'print(len(bytes(1) * (300 << 20)))'";
+    let ran = sandbox.shell(line).await.expect_success();
+    assert_eq!(ran.stdout, b"734003200\n314572800\n", "{ran}");
+    assert_eq!(sandbox.info().await["state"], "running");
+    server.stop().await;
+}

@@ -122,9 +122,12 @@ impl Default for Limits {
 
 impl Limits {
     /// The control group's limits for a machine of this shape.
+    ///
+    /// Twice the guest's memory: where the shared memory has a hole, a first write takes a page of it besides the
+    /// guest's own, and both count for who wrote. All machines of a template together fill each hole once.
     pub(crate) fn of_group(&self, shape: &MachineShape) -> CgroupLimits {
         CgroupLimits {
-            memory_bytes: (shape.memory_mib + self.overhead_mib) << 20,
+            memory_bytes: (2 * shape.memory_mib + self.overhead_mib) << 20,
             cpu_percent: u64::from(shape.vcpus) * 100 + self.cpu_margin_percent,
             processes: self.processes,
         }
