@@ -105,10 +105,17 @@ pub enum ServiceError {
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
+/// What a caller waits after the database had no time for it.
+const STORE_RETRY: Duration = Duration::from_secs(2);
+
 /// A store error as the service tells it.
 pub(crate) fn store_error(error: StoreError) -> ServiceError {
     match error {
         StoreError::BadCursor => ServiceError::Invalid { field: "cursor", problem: error.to_string() },
+        error if error.is_busy() => {
+            tracing::warn!(error = &error as &dyn std::error::Error, "the database is too slow for what is asked");
+            ServiceError::Busy { what: "its database cannot keep up".to_owned(), retry_after: STORE_RETRY }
+        }
         error => ServiceError::Store(Box::new(error)),
     }
 }

@@ -86,6 +86,20 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    /// Whether the database only had no time: nothing was written, and trying again may succeed.
+    pub fn is_busy(&self) -> bool {
+        /// `SQLITE_BUSY`, in the low byte of extended codes too.
+        const BUSY: i32 = 5;
+        let Self::Database { source, .. } = self else { return false };
+        match source {
+            sqlx::Error::PoolTimedOut => true,
+            sqlx::Error::Database(error) => {
+                error.code().and_then(|code| code.parse::<i32>().ok()).is_some_and(|code| code & 0xff == BUSY)
+            }
+            _ => false,
+        }
+    }
+
     /// For `map_err`.
     pub(crate) fn database(action: &'static str) -> impl FnOnce(sqlx::Error) -> Self {
         move |source| Self::Database { action, source }
@@ -93,5 +107,17 @@ impl StoreError {
 
     pub(crate) fn damaged(what: impl Into<String>, why: impl ToString) -> Self {
         Self::Damaged { what: what.into(), why: why.to_string() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_lack_of_time_is_worth_another_try() {
+        assert!(StoreError::database("write")(sqlx::Error::PoolTimedOut).is_busy());
+        assert!(!StoreError::database("write")(sqlx::Error::RowNotFound).is_busy());
+        assert!(!StoreError::BadCursor.is_busy());
     }
 }

@@ -385,3 +385,19 @@ async fn writers_that_go_away_block_nobody() {
     assert_eq!(written.expect("nobody holds the lock").expect("written"), Inserted::New);
     assert!(store.sandbox(&workspace, &last.id).await.expect("read").is_some());
 }
+
+/// Another program that holds the lock (a backup) makes writers wait, then tells them so.
+#[tokio::test]
+async fn a_locked_database_is_busy_and_not_broken() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let store = open(dir.path()).await.expect("opened");
+    let workspace = store.default_workspace().await.expect("there is one");
+    let record = sandbox(&store, &workspace, 0);
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(dir.path().join("stockade.db"));
+    let other = sqlx::SqlitePool::connect_with(options).await.expect("opened");
+    let lock = other.begin_with("BEGIN IMMEDIATE").await.expect("locked");
+    let error = store.insert_sandbox(&record, None).await.expect_err("locked");
+    assert!(error.is_busy(), "{error:?}");
+    lock.rollback().await.expect("unlocked");
+    assert_eq!(store.insert_sandbox(&record, None).await.expect("written"), Inserted::New);
+}
