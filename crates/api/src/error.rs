@@ -136,6 +136,9 @@ impl From<ServiceError> for ApiError {
             ServiceError::TemplateNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "template_not_found", message)
                 .hint("GET /v1/templates lists the templates there are"),
             ServiceError::SnapshotNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "snapshot_not_found", message),
+            ServiceError::BuildNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "build_not_found", message),
+            ServiceError::TemplateInUse { .. } => Self::new(StatusCode::CONFLICT, "template_in_use", message)
+                .hint("end the sandboxes and delete the snapshots made from it first"),
             ServiceError::SnapshotInUse { .. } => Self::new(StatusCode::CONFLICT, "snapshot_in_use", message),
             ServiceError::SandboxNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", message)
                 .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),

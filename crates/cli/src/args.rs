@@ -102,6 +102,9 @@ pub(crate) enum Command {
     Promote(One),
     /// Show what was used and what it costs
     Usage(Usage),
+    /// Run code in the kernels of a sandbox made from the template code-interpreter
+    #[command(subcommand)]
+    Code(Code),
     /// Show templates
     #[command(subcommand)]
     Template(Template),
@@ -169,6 +172,13 @@ pub(crate) enum Accel {
     Tcg,
 }
 
+/// Templates a server has only where it is told to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum Extra {
+    /// Jupyter kernels and what data work needs, warm; serves E2B's code interpreter and `stockade code`
+    CodeInterpreter,
+}
+
 /// `stockade up`
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Up {
@@ -178,6 +188,12 @@ pub(crate) struct Up {
     /// Where to listen for HTTPS; port 0 takes a free one
     #[arg(long, value_name = "ADDR", env = "STOCKADE_HTTPS", default_value = "127.0.0.1:8443")]
     pub(crate) https: SocketAddr,
+    /// A certificate for *.e2b.DOMAIN, *.DOMAIN and DOMAIN, PEM [default: one of a CA of the server's own]
+    #[arg(long, value_name = "FILE", env = "STOCKADE_TLS_CERT", requires = "tls_key")]
+    pub(crate) tls_cert: Option<PathBuf>,
+    /// The certificate's key, PEM
+    #[arg(long, value_name = "FILE", env = "STOCKADE_TLS_KEY", requires = "tls_cert")]
+    pub(crate) tls_key: Option<PathBuf>,
     /// The name all others hang below: E2B's API is api.e2b.DOMAIN
     #[arg(long, value_name = "DOMAIN", env = "STOCKADE_BASE_DOMAIN", default_value = "stockade.localhost")]
     pub(crate) base_domain: String,
@@ -186,6 +202,9 @@ pub(crate) struct Up {
     pub(crate) accel: Accel,
     #[command(flatten)]
     pub(crate) prices: PriceOptions,
+    /// Make another template too, in a few minutes the first time; repeatable
+    #[arg(long, value_enum, value_name = "TEMPLATE", env = "STOCKADE_WITH", value_delimiter = ',')]
+    pub(crate) with: Vec<Extra>,
     /// Machines kept ready per template, at least; more, and some per snapshot, by recent demand. 0: none at all
     #[arg(long, value_name = "N", env = "STOCKADE_POOL", default_value_t = 2)]
     pub(crate) pool: usize,
@@ -384,6 +403,39 @@ pub(crate) struct Exec {
     pub(crate) env: Vec<(String, String)>,
     #[command(flatten)]
     pub(crate) running: Running,
+}
+
+/// `stockade code`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Code {
+    /// Run code and show what it does
+    Run(CodeRun),
+    /// List a sandbox's contexts
+    Contexts(One),
+}
+
+/// `stockade code run`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CodeRun {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// The code [default: all of standard input]
+    pub(crate) code: Option<String>,
+    /// python, javascript, typescript, bash, r or java
+    #[arg(long, short = 'l', value_name = "LANGUAGE", env = "STOCKADE_LANGUAGE", conflicts_with = "context")]
+    pub(crate) language: Option<String>,
+    /// Run in this context and not in its language's own one
+    #[arg(long, value_name = "ID", env = "STOCKADE_CONTEXT")]
+    pub(crate) context: Option<String>,
+    /// Environment variable for this run; repeatable
+    #[arg(long = "env", short = 'e', value_name = "KEY=VALUE", env = "STOCKADE_ENV", value_parser = pair)]
+    pub(crate) env: Vec<(String, String)>,
+    /// Interrupt the code after this many seconds (exit code 124)
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_TIMEOUT", value_parser = seconds)]
+    pub(crate) timeout: Option<f64>,
+    /// Write pictures and other results that are no text to files in this directory
+    #[arg(long, value_name = "DIR", env = "STOCKADE_SAVE")]
+    pub(crate) save: Option<PathBuf>,
 }
 
 /// `stockade shell`
@@ -604,7 +656,34 @@ pub(crate) enum Template {
         /// Name or id
         template: String,
     },
+    /// Build a template and show the build's log
+    Build(TemplateBuild),
+    /// Delete a template that was built
+    Rm {
+        /// Name or id
+        template: String,
+    },
 }
+
+/// `stockade template build`
+#[derive(Args, Clone, Debug)]
+#[command(after_help = SPEC_HELP)]
+pub(crate) struct TemplateBuild {
+    /// What to build, as JSON; - reads standard input
+    pub(crate) spec: PathBuf,
+    /// Where the sources of copy steps are [default: the spec's directory]
+    #[arg(long, value_name = "DIR", env = "STOCKADE_CONTEXT_DIR")]
+    pub(crate) context: Option<PathBuf>,
+    /// Carry out every step, also those an earlier build has carried out
+    #[arg(long, env = "STOCKADE_FORCE", value_parser = FalseyValueParser::new())]
+    pub(crate) force: bool,
+}
+
+const SPEC_HELP: &str = r#"The spec is the body of POST /v1/templates; a copy step names a file or directory of the context:
+  {"name": "web", "from": "base",
+   "steps": [{"run": {"command": "pip install flask"}}, {"copy": {"source": "app", "destination": "/app"}},
+             {"env": {"name": "PORT", "value": "8000"}}, {"workdir": {"path": "/app"}}],
+   "start": "python3 main.py", "ready": "curl -sf localhost:8000"}"#;
 
 /// `stockade doctor`
 #[derive(Args, Clone, Debug)]

@@ -13,10 +13,11 @@
 //! process, and [`Engine::adopt`] finds it again. Whoever wants a machine writes its record first;
 //! [`Engine::sweep`] removes every machine that has none.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
+use stockade_wire::process::StartRequest;
 
 mod error;
 #[cfg(feature = "fake")]
@@ -47,8 +48,21 @@ pub struct TemplateBoot {
     pub root_disk: PathBuf,
     /// Processors, memory and disk of every machine made from the template.
     pub shape: MachineShape,
+    /// What is to run in it when its memory is kept; every machine made from it has that running.
+    pub startup: Option<Startup>,
     /// Where the template is kept. Must not exist; appears whole or not at all.
     pub directory: PathBuf,
+}
+
+/// A program that belongs to a template's memory.
+#[derive(Clone, Debug)]
+pub struct Startup {
+    /// It runs on; nobody reads what it writes.
+    pub start: StartRequest,
+    /// Ends with code 0 once the program is ready; tried again until it does.
+    pub ready: StartRequest,
+    /// How long that may take.
+    pub patience: Duration,
 }
 
 /// How far a long step has come; called often, must return at once.
@@ -225,7 +239,7 @@ pub struct SnapshotReport {
     /// What it keeps.
     pub scope: SnapshotScope,
     /// How long the processors stood still.
-    pub paused: std::time::Duration,
+    pub paused: Duration,
     /// Bytes of memory that differ from the template's.
     pub memory_bytes: u64,
     /// Bytes of disk layers, those shared with other snapshots included.

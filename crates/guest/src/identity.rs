@@ -3,7 +3,13 @@
 //! This is on the path of every create, under emulation too: no process is started, files are a few
 //! system calls each, and everything may be done again.
 
-use std::{fs, io, os::unix::fs::PermissionsExt, path::Path, sync::PoisonError};
+use std::{
+    fs,
+    io::{self, Write as _},
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    path::Path,
+    sync::PoisonError,
+};
 
 use base64::Engine as _;
 use stockade_wire::{ErrorBody, ErrorCode, machine::Identity};
@@ -27,6 +33,7 @@ pub(crate) fn take(agent: &Agent, identity: Identity) -> Result<()> {
             write(Path::new(path), text)?;
         }
         crate::account::find(&identity.default_user)?;
+        tell_services(&identity)?;
     }
     let mut settings = agent.shared().settings.write().unwrap_or_else(PoisonError::into_inner);
     settings.env = identity.env;
@@ -45,6 +52,26 @@ fn validate(identity: &Identity) -> Result<()> {
         return Err(invalid(format!("'{path}' is not an absolute path")));
     }
     crate::process::check_env(&identity.env)
+}
+
+/// For what was started before the machine had an identity, as part of its template: root alone can read it.
+const FOR_SERVICES: &str = "/run/stockade/identity.json";
+
+fn tell_services(identity: &Identity) -> Result<()> {
+    let text = serde_json::json!({
+        "sandbox_id": identity.sandbox_id,
+        "template_id": identity.template_id,
+        "env": identity.env,
+    });
+    let (path, new) = (Path::new(FOR_SERVICES), Path::new("/run/stockade/identity.json.new"));
+    let attempt = || -> io::Result<()> {
+        fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
+        // Never readable by others, never half of it.
+        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(new)?;
+        file.write_all(text.to_string().as_bytes())?;
+        fs::rename(new, path)
+    };
+    attempt().map_err(failed(format_args!("write {FOR_SERVICES}")))
 }
 
 fn set_clock(unix_time_ns: u64) -> Result<()> {

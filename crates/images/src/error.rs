@@ -27,7 +27,7 @@ pub enum ImageError {
         last_lines: String,
     },
     /// The file system of the cache is too full to begin.
-    #[error("{} has {available_mib} MiB left, building the base template takes {needed_mib} MiB", path.display())]
+    #[error("{} has {available_mib} MiB left, building the template takes {needed_mib} MiB", path.display())]
     NoSpace {
         /// Where the cache is.
         path: PathBuf,
@@ -100,6 +100,8 @@ fn program_hint(lines: &str) -> Option<&'static str> {
         Some("the Debian mirror cannot be reached: check the network, name resolution and any proxy in apt's settings")
     } else if has(&["is not valid yet", "Release file expired"]) {
         Some("the clock of this host seems wrong: set it and try again")
+    } else if has(&["No module named pip"]) {
+        Some("install it: apt-get install python3-pip")
     } else if has(&["NO_PUBKEY", "not signed"]) {
         Some("the archive's key is missing or old: apt-get install debian-archive-keyring")
     } else {

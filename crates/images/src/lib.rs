@@ -15,11 +15,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use stockade_engine::{Engine, TemplateBoot};
+use stockade_engine::{Engine, Startup, TemplateBoot};
 use stockade_model::MachineShape;
 
 mod base;
 mod cache;
+pub mod code_interpreter;
 mod debian;
 mod digest;
 mod error;
@@ -91,9 +92,26 @@ impl BootFiles {
     }
 }
 
-/// The digest a `base` template's record carries: another one means that it has to be made anew.
-pub fn recipe_digest(boot: &BootFiles, disk: &RootDisk) -> String {
-    Digest::default().field("boot", &boot.digest).field("disk", disk.digest()).finish()
+/// What a template of ours is: another digest means that it has to be made anew.
+#[derive(Clone, Debug)]
+pub struct Recipe {
+    /// The root file system.
+    pub disk: RootDisk,
+    /// Processors, memory and disk of its machines.
+    pub shape: MachineShape,
+    /// What runs in it when its memory is kept.
+    pub startup: Option<Startup>,
+}
+
+impl Recipe {
+    /// The digest a template's record carries.
+    pub fn digest(&self, boot: &BootFiles) -> String {
+        let digest = Digest::default().field("boot", &boot.digest).field("disk", self.disk.digest());
+        match &self.startup {
+            Some(startup) => digest.field("startup", format!("{:?} {:?}", startup.start, startup.ready)).finish(),
+            None => digest.finish(),
+        }
+    }
 }
 
 impl Images {
@@ -133,10 +151,24 @@ impl Images {
     /// # Errors
     /// As for [`Images::boot_files`]; [`ImageError::NoRights`] where this user cannot build one.
     pub async fn base_disk(&self, kernel: &Kernel, progress: &dyn Progress) -> Result<RootDisk, ImageError> {
-        base::ensure(&self.cache, kernel, progress).await
+        base::ensure(&self.cache, &base::BASE, kernel, progress, async || Ok(None)).await
     }
 
-    /// Makes `directory` a template of this disk: taken from the cache if this engine has booted it
+    /// The root disk of `code-interpreter`, built the first time: a few minutes and 700 MB from Debian's mirror
+    /// and Python's package index.
+    ///
+    /// # Errors
+    /// As for [`Images::base_disk`].
+    pub async fn code_interpreter_disk(
+        &self,
+        kernel: &Kernel,
+        progress: &dyn Progress,
+    ) -> Result<RootDisk, ImageError> {
+        let fetch = async || code_interpreter::fetch(&self.cache, progress).await.map(Some);
+        base::ensure(&self.cache, &code_interpreter::RECIPE, kernel, progress, fetch).await
+    }
+
+    /// Makes `directory` a template of this recipe: taken from the cache if this engine has booted it
     /// before, else booted once and kept. `directory` must not exist; it appears whole or not at all.
     ///
     /// # Errors
@@ -145,20 +177,20 @@ impl Images {
         &self,
         engine: &dyn Engine,
         boot: &BootFiles,
-        disk: &RootDisk,
-        shape: MachineShape,
+        recipe: &Recipe,
         directory: &Path,
         progress: &dyn Progress,
     ) -> Result<(), ImageError> {
-        let info = engine.info();
+        let (info, shape) = (engine.info(), recipe.shape);
         let key = Digest::default()
-            .field("recipe", recipe_digest(boot, disk))
+            .field("recipe", recipe.digest(boot))
             .field("engine", info.name)
             .field("version", &info.version)
             .field("accelerator", info.accelerator.to_string())
             .field("shape", format!("{} {} {}", shape.vcpus, shape.memory_mib, shape.disk_mib))
             .finish();
-        let name = format!("template-{key}");
+        let kind = if recipe.startup.is_some() { "started_template" } else { "template" };
+        let name = format!("{kind}-{key}");
         let lock = self.cache.lock(progress).await?;
         let cached = self.cache.root().join(&name);
         if self.cache.find(&name).is_some()
@@ -169,7 +201,12 @@ impl Images {
         }
         if self.cache.find(&name).is_none() {
             let step = Step::begin(progress, "booting the template", Unit::Items);
-            let boot = TemplateBoot { root_disk: disk.path().to_owned(), shape, directory: cached.clone() };
+            let boot = TemplateBoot {
+                root_disk: recipe.disk.path().to_owned(),
+                shape,
+                startup: recipe.startup.clone(),
+                directory: cached.clone(),
+            };
             engine.boot_template(&boot, &|detail| step.tell(detail)).await?;
             self.cache.prune(&name, &lock);
         }

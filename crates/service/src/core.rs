@@ -19,6 +19,7 @@ use tracing::warn;
 
 use crate::{
     ServiceConfig, ServiceError,
+    builds::Builds,
     clock::{Clock, whole_millis},
     dirs::StateDirs,
     live::Registry,
@@ -34,6 +35,7 @@ pub(crate) struct Core {
     pub(crate) config: ServiceConfig,
     pub(crate) registry: Registry,
     pub(crate) pool: Pool,
+    pub(crate) builds: Builds,
     pub(crate) dirs: StateDirs,
     pub(crate) meter: Meter,
     /// One permit per restore under way, creates and the pool's alike.
@@ -66,6 +68,7 @@ impl Core {
         Self {
             registry: Registry::default(),
             pool: Pool::new(config.pool_size, config.pool_memory_mib << 20),
+            builds: Builds::default(),
             dirs: StateDirs::new(config.state_dir.clone()),
             meter: Meter::default(),
             restores: Semaphore::new(config.concurrent_restores.max(1)),

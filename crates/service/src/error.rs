@@ -75,6 +75,18 @@ pub enum ServiceError {
         #[source]
         source: EngineError,
     },
+    /// No such build in the caller's sight.
+    #[error("build {id:?} not found")]
+    BuildNotFound {
+        /// As asked for.
+        id: String,
+    },
+    /// Sandboxes or snapshots need the template.
+    #[error("template {name:?} is in use by sandboxes or snapshots made from it")]
+    TemplateInUse {
+        /// As asked for.
+        name: String,
+    },
     /// A field of the request makes no sense.
     #[error("{field} {problem}")]
     Invalid {

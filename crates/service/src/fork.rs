@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use stockade_engine::SnapshotScope;
 use stockade_model::{EndCause, Lineage, Sandbox, SandboxId, SandboxState};
-use stockade_store::SnapshotRecord;
+use stockade_store::{SnapshotPurpose, SnapshotRecord};
 use tracing::info;
 
 use crate::{
@@ -135,6 +135,7 @@ async fn fork(
         labels: BTreeMap::new(),
         scope: SnapshotScope::MemoryAndDisk,
         expires_after: None,
+        purpose: SnapshotPurpose::Kept,
         is_ephemeral: true,
     };
     let taken = live.ask(|reply| Verb::Snapshot { plan, reply }).await;

@@ -9,6 +9,7 @@ use stockade_model::{ApiKeyId, IdleRules, LifeRules, OnTimeout, SandboxId, Sandb
 
 mod activity;
 mod adopt;
+mod builds;
 mod clock;
 mod config;
 mod core;
@@ -36,12 +37,16 @@ mod start;
 mod templates;
 mod usage;
 
+pub use builds::{
+    BUILD_LABEL, BuildAction, BuildPlace, BuildPlan, BuildState, BuildStep, BuildView, LogEntry, LogLevel, NewBuild,
+};
 pub use clock::{Clock, SystemClock};
 pub use config::ServiceConfig;
 pub use error::{ServiceError, StateOf};
 pub use metrics::MetricsSample;
 pub use service::Service;
 pub use stockade_engine::SnapshotScope;
+pub use stockade_store::TemplateTag;
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 
 /// Who asks: found from an API key.

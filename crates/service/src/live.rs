@@ -9,7 +9,7 @@ use std::{
 
 use stockade_engine::{GuestClient, Machine, SnapshotScope};
 use stockade_model::{EndCause, Ending, Sandbox, SandboxId, SnapshotId};
-use stockade_store::SnapshotRecord;
+use stockade_store::{SnapshotPurpose, SnapshotRecord};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{LifeChange, ServiceError, activity::Activity, dirs::Lease, metrics::History};
@@ -50,6 +50,7 @@ pub(crate) struct SnapshotPlan {
     pub(crate) labels: BTreeMap<String, String>,
     pub(crate) scope: SnapshotScope,
     pub(crate) expires_after: Option<Duration>,
+    pub(crate) purpose: SnapshotPurpose,
     /// Seen by nobody but whoever asked for it.
     pub(crate) is_ephemeral: bool,
 }

@@ -97,7 +97,8 @@ impl Service {
     ) -> Result<(TemplateRecord, Option<Source>, Option<SnapshotRecord>), ServiceError> {
         match self.template_record(who, name).await {
             Ok(template) if matches!(template.template.state, TemplateState::Ready | TemplateState::Replaced) => {
-                Ok((template, None, None))
+                let source = template.built.as_ref().map(|built| self.source_of_template(&built.snapshot));
+                Ok((template, source, None))
             }
             Ok(_) => Err(ServiceError::Invalid { field: "template", problem: format!("{name:?} is not ready") }),
             Err(unknown @ ServiceError::TemplateNotFound { .. }) => {

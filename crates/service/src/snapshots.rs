@@ -9,12 +9,12 @@
 //! what they need of it themselves, so that only a start under way needs the directory. What a crash leaves
 //! half-way, in either direction, the next server removes.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use stockade_engine::{Machine, SnapshotScope};
 use stockade_model::{Sandbox, SandboxId, Snapshot, SnapshotId};
-use stockade_store::{SnapshotQuery, SnapshotRecord};
+use stockade_store::{SnapshotPurpose, SnapshotQuery, SnapshotRecord};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -42,8 +42,11 @@ impl Owner {
     ) -> (Result<SnapshotRecord, ServiceError>, Option<Killer>) {
         let _move = self.core.begin_move();
         let core = Arc::clone(&self.core);
-        let mut record =
-            SnapshotRecord { snapshot: first_record(&self.sandbox, &plan, core.now()), env: self.sandbox.env.clone() };
+        let mut record = SnapshotRecord {
+            snapshot: first_record(&self.sandbox, &plan, core.now()),
+            env: self.sandbox.env.clone(),
+            purpose: plan.purpose,
+        };
         let id = record.snapshot.id.clone();
         if let Err(error) = core.store().insert_snapshot(&record).await {
             return (Err(store_error(error)), None);
@@ -142,7 +145,22 @@ impl Service {
     ) -> Result<Snapshot, ServiceError> {
         check(&request)?;
         let SnapshotRequest { name, labels, scope, expires_after } = request;
-        let plan = SnapshotPlan { name, labels, scope, expires_after, is_ephemeral: false };
+        let purpose = SnapshotPurpose::Kept;
+        let plan = SnapshotPlan { name, labels, scope, expires_after, purpose, is_ephemeral: false };
+        Ok(self.ask(who, id, |reply| Verb::Snapshot { plan, reply }).await?.snapshot)
+    }
+
+    /// Takes a snapshot that is no client's own.
+    pub(crate) async fn internal_snapshot(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        purpose: SnapshotPurpose,
+        labels: BTreeMap<String, String>,
+        expires_after: Option<Duration>,
+    ) -> Result<Snapshot, ServiceError> {
+        let scope = SnapshotScope::MemoryAndDisk;
+        let plan = SnapshotPlan { name: None, labels, scope, expires_after, purpose, is_ephemeral: false };
         Ok(self.ask(who, id, |reply| Verb::Snapshot { plan, reply }).await?.snapshot)
     }
 
@@ -154,6 +172,7 @@ impl Service {
         }
         let query = SnapshotQuery {
             sandbox: filter.sandbox.clone(),
+            purpose: SnapshotPurpose::Kept,
             name: filter.name.clone(),
             labels: filter.labels.clone(),
             ascending: filter.ascending,
@@ -212,6 +231,22 @@ impl Service {
             _lease: Some(lease),
         };
         Ok((record, source))
+    }
+}
+
+impl Service {
+    /// A built template's snapshot, which stays as long as the template's record does.
+    pub(crate) fn source_of_template(&self, snapshot: &SnapshotId) -> Source {
+        let dirs = &self.handle.core.dirs;
+        let lease = dirs.lease(snapshot);
+        Source {
+            id: snapshot.clone(),
+            is_recorded: true,
+            directory: dirs.path(Kind::Snapshot, snapshot),
+            has_memory: true,
+            take: Take::All,
+            _lease: Some(lease),
+        }
     }
 }
 

@@ -16,7 +16,7 @@ impl Service {
         let core = &self.handle.core;
         core.engine().check_template(directory).await?;
         let (id, ready) = (template.id.clone(), template.state == TemplateState::Ready);
-        let record = TemplateRecord { template, directory: directory.to_owned() };
+        let record = TemplateRecord { template, directory: directory.to_owned(), built: None };
         core.store().put_template(&record).await.map_err(store_error)?;
         for other in core.store().all_templates().await.map_err(store_error)? {
             if other.template.state != TemplateState::Ready {
@@ -65,7 +65,8 @@ impl Service {
 /// Keeps machines ready of every template the engine still accepts.
 pub(crate) async fn fill_pool(core: &Arc<Core>) -> Result<(), ServiceError> {
     for record in core.store().all_templates().await.map_err(store_error)? {
-        if record.template.state != TemplateState::Ready {
+        // What clients built is started from its snapshot on demand.
+        if record.template.state != TemplateState::Ready || record.built.is_some() {
             continue;
         }
         match core.engine().check_template(&record.directory).await {

@@ -32,6 +32,6 @@ pub use list::{SandboxPage, SandboxQuery};
 pub use open::Store;
 pub use sandboxes::{Inserted, SandboxEvent};
 pub use seal::SecretFile;
-pub use snapshots::{SnapshotPage, SnapshotQuery, SnapshotRecord};
-pub use templates::TemplateRecord;
+pub use snapshots::{SnapshotPage, SnapshotPurpose, SnapshotQuery, SnapshotRecord};
+pub use templates::{Built, DEFAULT_TAG, TemplateRecord, TemplateTag};
 pub use usage::{Metered, UsageQuery, UsageRow};

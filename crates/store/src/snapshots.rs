@@ -23,6 +23,30 @@ pub struct SnapshotRecord {
     pub snapshot: Snapshot,
     /// Environment of every process.
     pub env: BTreeMap<String, String>,
+    /// What it is for.
+    pub purpose: SnapshotPurpose,
+}
+
+/// What a snapshot is for.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum SnapshotPurpose {
+    /// Its owner keeps it; the only kind that is listed and found by name.
+    #[default]
+    Kept,
+    /// It is a template's.
+    Template,
+    /// A build that is run again goes on from it.
+    Step,
+}
+
+impl SnapshotPurpose {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Kept => "kept",
+            Self::Template => "template",
+            Self::Step => "step",
+        }
+    }
 }
 
 /// Which snapshots; all conditions hold.
@@ -30,6 +54,8 @@ pub struct SnapshotRecord {
 pub struct SnapshotQuery {
     /// Taken of this sandbox.
     pub sandbox: Option<SandboxId>,
+    /// Of this purpose.
+    pub purpose: SnapshotPurpose,
     /// Of this name.
     pub name: Option<String>,
     /// With all of these labels.
@@ -64,8 +90,9 @@ impl Store {
             let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
             let done = sqlx::query(
                 "INSERT INTO snapshots (id, workspace, name, labels, state, sandbox, parent, template, template_name, vcpus,
-                     memory_mib, disk_mib, has_memory, memory_bytes, disk_bytes, paused_us, env, created_ms, expires_ms)
-                 VALUES (?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                     memory_mib, disk_mib, has_memory, memory_bytes, disk_bytes, paused_us, env, created_ms, expires_ms,
+                     purpose)
+                 VALUES (?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             )
             .bind(snapshot.id.as_str())
             .bind(snapshot.workspace.as_str())
@@ -85,6 +112,7 @@ impl Store {
             .bind(store.secret.seal(snapshot.id.as_str(), to_json(&record.env).as_bytes()))
             .bind(millis(snapshot.created_at))
             .bind(snapshot.expires_at.map(millis))
+            .bind(record.purpose.as_str())
             .execute(&mut *tx)
             .await
             .map_err(fail())?;
@@ -249,6 +277,7 @@ fn select<'q>(
     let mut sql = QueryBuilder::new("SELECT * FROM snapshots s WHERE s.state = 'ready' AND s.workspace = ");
     sql.push_bind(workspace.as_str());
     sql.push(" AND (s.expires_ms IS NULL OR s.expires_ms > ").push_bind(millis(now)).push(")");
+    sql.push(" AND s.purpose = ").push_bind(query.purpose.as_str());
     if let Some(sandbox) = &query.sandbox {
         sql.push(" AND s.sandbox = ").push_bind(sandbox.as_str());
     }
@@ -275,7 +304,11 @@ fn select<'q>(
 fn record(row: &SqliteRow, secret: &SecretFile) -> Result<SnapshotRecord, StoreError> {
     let snapshot = snapshot(row)?;
     let env = secret.open(snapshot.id.as_str(), get(row, "env")?)?;
-    Ok(SnapshotRecord { env: json(&env, "env")?, snapshot })
+    let purposes = [SnapshotPurpose::Kept, SnapshotPurpose::Template, SnapshotPurpose::Step];
+    let word: &str = get(row, "purpose")?;
+    let purpose = purposes.into_iter().find(|purpose| purpose.as_str() == word);
+    let purpose = purpose.ok_or_else(|| StoreError::damaged("a snapshot's purpose", word))?;
+    Ok(SnapshotRecord { env: json(&env, "env")?, snapshot, purpose })
 }
 
 fn snapshot(row: &SqliteRow) -> Result<Snapshot, StoreError> {

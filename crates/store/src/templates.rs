@@ -1,13 +1,17 @@
 use std::path::PathBuf;
 
+use jiff::Timestamp;
 use sqlx::sqlite::SqliteRow;
-use stockade_model::{Template, TemplateId, TemplateState, WorkspaceId};
+use stockade_model::{SnapshotId, Template, TemplateId, TemplateState, WorkspaceId};
 
 use crate::{
     Store, StoreError,
     open::{BEGIN, to_the_end},
-    rows::{get, id, instant, json, millis, shape, signed, to_json},
+    rows::{get, id, instant, json, millis, optional_id, shape, signed, to_json},
 };
+
+/// What a name without a tag means.
+pub const DEFAULT_TAG: &str = "default";
 
 /// A template and where its files are.
 #[derive(Clone, Debug)]
@@ -16,6 +20,32 @@ pub struct TemplateRecord {
     pub template: Template,
     /// Its directory, as the engine takes it.
     pub directory: PathBuf,
+    /// What was built over it.
+    pub built: Option<Built>,
+}
+
+/// A template that a client built: a snapshot over the template whose directory it has.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Built {
+    /// The snapshot machines start from.
+    pub snapshot: SnapshotId,
+    /// The build's id, a UUID.
+    pub build: String,
+}
+
+/// A name's tag and what it stands for.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct TemplateTag {
+    /// The name.
+    pub name: String,
+    /// The tag.
+    pub tag: String,
+    /// The template.
+    pub template: TemplateId,
+    /// The template's build.
+    pub build: String,
+    /// Since when.
+    pub created_at: Timestamp,
 }
 
 impl Store {
@@ -31,10 +61,10 @@ impl Store {
             let template = &record.template;
             let workspace = template.workspace.as_ref().map(WorkspaceId::as_str);
             let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
-            if template.state == TemplateState::Ready {
+            if template.state == TemplateState::Ready && record.built.is_none() {
                 sqlx::query(
                     "UPDATE templates SET state = 'replaced'
-                     WHERE workspace IS ? AND name = ? AND state = 'ready' AND id <> ?",
+                     WHERE workspace IS ? AND name = ? AND state = 'ready' AND snapshot IS NULL AND id <> ?",
                 )
                 .bind(workspace)
                 .bind(&template.name)
@@ -45,8 +75,8 @@ impl Store {
             }
             sqlx::query(
                 "INSERT OR REPLACE INTO templates (id, workspace, name, state, vcpus, memory_mib, disk_mib, recipe_digest,
-                     env, default_user, default_cwd, directory, created_ms)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                     env, default_user, default_cwd, directory, created_ms, snapshot, build)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             )
             .bind(template.id.as_str())
             .bind(workspace)
@@ -61,6 +91,8 @@ impl Store {
             .bind(&template.default_cwd)
             .bind(record.directory.to_string_lossy())
             .bind(millis(template.created_at))
+            .bind(record.built.as_ref().map(|built| built.snapshot.as_str()))
+            .bind(record.built.as_ref().map(|built| built.build.as_str()))
             .execute(&mut *tx)
             .await
             .map_err(fail())?;
@@ -69,7 +101,8 @@ impl Store {
         .await
     }
 
-    /// The template of an id, or the ready one of a name; a workspace's own before everyone's.
+    /// The template of an id, or the ready one of a name: by its tag `default` (another one: `name:tag`), else by
+    /// its own name; a workspace's own before everyone's.
     ///
     /// # Errors
     /// The database fails.
@@ -78,13 +111,20 @@ impl Store {
         workspace: &WorkspaceId,
         name_or_id: &str,
     ) -> Result<Option<TemplateRecord>, StoreError> {
+        let (name, tag) = name_or_id.split_once(':').unwrap_or((name_or_id, DEFAULT_TAG));
         sqlx::query(
-            "SELECT * FROM templates
-             WHERE (workspace = ?1 OR workspace IS NULL) AND (id = ?2 OR (name = ?2 AND state = 'ready'))
-             ORDER BY workspace IS NULL LIMIT 1",
+            "SELECT templates.* FROM templates
+             LEFT JOIN template_tags tags ON tags.template = templates.id AND tags.workspace = ?1
+                 AND tags.name = ?3 AND tags.tag = ?4
+             WHERE (templates.workspace = ?1 OR templates.workspace IS NULL)
+                 AND (templates.id = ?2 OR tags.tag IS NOT NULL
+                     OR (templates.name = ?2 AND state = 'ready' AND snapshot IS NULL))
+             ORDER BY templates.workspace IS NULL LIMIT 1",
         )
         .bind(workspace.as_str())
         .bind(name_or_id)
+        .bind(name)
+        .bind(tag)
         .fetch_optional(&self.read)
         .await
         .map_err(StoreError::database("look up a template"))?
@@ -123,6 +163,82 @@ impl Store {
             .collect()
     }
 
+    /// Points tags of a name to a template; those that pointed elsewhere point there no longer.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn tag_template(
+        &self,
+        workspace: &WorkspaceId,
+        name: &str,
+        tags: &[String],
+        template: &TemplateId,
+        now: Timestamp,
+    ) -> Result<(), StoreError> {
+        let (store, workspace, name) = (self.clone(), workspace.clone(), name.to_owned());
+        let (tags, template) = (tags.to_vec(), template.clone());
+        to_the_end(async move {
+            let fail = || StoreError::database("tag a template");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            for tag in &tags {
+                sqlx::query(
+                    "INSERT OR REPLACE INTO template_tags (workspace, name, tag, template, created_ms)
+                     VALUES (?, ?, ?, ?, ?)",
+                )
+                .bind(workspace.as_str())
+                .bind(&name)
+                .bind(tag)
+                .bind(template.as_str())
+                .bind(millis(now))
+                .execute(&mut *tx)
+                .await
+                .map_err(fail())?;
+            }
+            tx.commit().await.map_err(fail())
+        })
+        .await
+    }
+
+    /// Removes one tag of a name. False: there was none.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn untag_template(&self, workspace: &WorkspaceId, name: &str, tag: &str) -> Result<bool, StoreError> {
+        let done = sqlx::query("DELETE FROM template_tags WHERE workspace = ? AND name = ? AND tag = ?")
+            .bind(workspace.as_str())
+            .bind(name)
+            .bind(tag)
+            .execute(&self.write)
+            .await;
+        done.map(|done| done.rows_affected() > 0).map_err(StoreError::database("remove a template's tag"))
+    }
+
+    /// A workspace's tags, by name and time.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn template_tags(&self, workspace: &WorkspaceId) -> Result<Vec<TemplateTag>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT tags.name, tags.tag, tags.template, tags.created_ms, templates.build FROM template_tags tags
+             JOIN templates ON templates.id = tags.template
+             WHERE tags.workspace = ? ORDER BY tags.name, tags.created_ms, tags.tag",
+        )
+        .bind(workspace.as_str())
+        .fetch_all(&self.read)
+        .await
+        .map_err(StoreError::database("list the tags of templates"))?;
+        let tag = |row: &SqliteRow| {
+            Ok(TemplateTag {
+                name: get(row, "name")?,
+                tag: get(row, "tag")?,
+                template: id(row, "template")?,
+                build: get::<Option<String>>(row, "build")?.unwrap_or_default(),
+                created_at: instant(get(row, "created_ms")?, "created_ms")?,
+            })
+        };
+        rows.iter().map(tag).collect()
+    }
+
     /// Forgets a template, before its files are removed; for the server's own use. False: snapshots or
     /// living sandboxes need it, it stays.
     ///
@@ -137,6 +253,11 @@ impl Store {
         let done =
             done.bind(id.as_str()).execute(&self.write).await.map_err(StoreError::database("remove a template"))?;
         if done.rows_affected() > 0 {
+            sqlx::query("DELETE FROM template_tags WHERE template = ?")
+                .bind(id.as_str())
+                .execute(&self.write)
+                .await
+                .map_err(StoreError::database("remove a template's tags"))?;
             return Ok(true);
         }
         let there: Option<i64> = sqlx::query_scalar("SELECT 1 FROM templates WHERE id = ?")
@@ -177,5 +298,7 @@ fn template(row: &SqliteRow) -> Result<TemplateRecord, StoreError> {
         default_cwd: get(row, "default_cwd")?,
         created_at: instant(get(row, "created_ms")?, "created_ms")?,
     };
-    Ok(TemplateRecord { template, directory: get::<String>(row, "directory")?.into() })
+    let built = optional_id(row, "snapshot")?.zip(get::<Option<String>>(row, "build")?);
+    let built = built.map(|(snapshot, build)| Built { snapshot, build });
+    Ok(TemplateRecord { template, directory: get::<String>(row, "directory")?.into(), built })
 }

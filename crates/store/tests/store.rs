@@ -341,7 +341,7 @@ async fn a_newer_template_of_a_name_replaces_the_older_one_and_own_ones_come_bef
             default_cwd: Some("/srv".to_owned()),
             created_at: Timestamp::from_millisecond(1_700_000_000_000).expect("in range"),
         };
-        let record = TemplateRecord { template: template.clone(), directory: "/somewhere".into() };
+        let record = TemplateRecord { template: template.clone(), directory: "/somewhere".into(), built: None };
         store.put_template(&record).await.expect("kept");
         store.put_template(&record).await.expect("kept again");
         template

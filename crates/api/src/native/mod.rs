@@ -19,6 +19,8 @@ use utoipa_axum::{router::OpenApiRouter, routes};
 
 use crate::{ApiError, AppState, auth, auth::Caller};
 
+mod builds;
+mod code;
 mod download;
 mod exec;
 mod files;
@@ -33,6 +35,8 @@ mod upload;
 mod usage;
 mod ws;
 
+pub(crate) use code::PORT as CODE_INTERPRETER_PORT;
+
 /// The routes and their documentation.
 pub(crate) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
@@ -46,9 +50,11 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(run::routes())
         .merge(processes::routes())
         .merge(ws::routes())
+        .merge(code::routes())
         .merge(files::routes())
         .merge(templates::routes())
         .merge(usage::routes())
+        .merge(builds::routes())
 }
 
 /// The native API, ready to serve.

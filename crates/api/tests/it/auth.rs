@@ -12,7 +12,7 @@ fn operations(sandbox: &str) -> Vec<(Method, String)> {
     let mut operations = Vec::new();
     for (path, item) in paths {
         let path = path.replace("{id}", sandbox).replace("{process}", "1").replace("{template}", "base");
-        let path = path.replace("{snapshot}", "snapaaaaaaaaaaaaaaaaaaaa");
+        let path = path.replace("{snapshot}", "snapaaaaaaaaaaaaaaaaaaaa").replace("{context}", "any");
         for method in item.as_object().expect("operations").keys().filter(|key| *key != "parameters") {
             operations.push((method.to_uppercase().parse().expect("a method"), path.clone()));
         }
@@ -108,6 +108,8 @@ fn body(path: &str) -> Option<Value> {
     Some(match last {
         "exec" | "run" => json!({"shell": "true"}),
         "pause" | "resume" | "snapshots" | "fork" => json!({}),
+        "code" => json!({"code": "1"}),
+        "contexts" | "restart" => json!({}),
         "rollback" => json!({"snapshot": "any"}),
         "extend" => json!({"lifetime_seconds": 10}),
         "signal" => json!({"signal": "TERM"}),

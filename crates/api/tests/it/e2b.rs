@@ -135,5 +135,6 @@ async fn a_snapshot_is_listed_started_from_and_deleted_like_a_template() {
     assert_eq!(ask(&t, Method::DELETE, &path, json!({})).await.status, StatusCode::NOT_FOUND);
     assert_eq!(post(&t, "/v2/sandboxes", json!({"templateID": snapshot})).await.status, StatusCode::NOT_FOUND);
     let template = ask(&t, Method::DELETE, "/templates/base", json!({})).await;
-    assert_eq!(template.status, StatusCode::NOT_IMPLEMENTED);
+    assert_eq!(template.status, StatusCode::BAD_REQUEST);
+    assert!(template.json["message"].as_str().is_some_and(|text| text.contains("template of the server")));
 }

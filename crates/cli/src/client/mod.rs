@@ -12,6 +12,7 @@ use stockade_model::Secret;
 
 use crate::failure::{Failure, chain};
 
+mod code;
 mod discovery;
 mod events;
 mod exec;
@@ -21,6 +22,7 @@ mod sandboxes;
 mod socket;
 mod types;
 
+pub(crate) use code::{CodeContext, CodeEvent, CodeRequest};
 pub(crate) use exec::{ExecEvent, ExecInput, ExecRequest, ExecSession, Exit, PtySize};
 pub(crate) use files::WriteOptions;
 pub(crate) use lifecycle::SnapshotQuery;

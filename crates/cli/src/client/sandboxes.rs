@@ -46,6 +46,26 @@ struct Logs {
 }
 
 impl Client {
+    /// Begins to build a template.
+    pub(crate) async fn start_build(&self, spec: &Value) -> Result<Value, Failure> {
+        self.json(self.request(Method::POST, &["v1", "templates"]).json(spec)).await
+    }
+
+    /// A build, with its log after so many lines.
+    pub(crate) async fn build(&self, id: &str, log_offset: usize) -> Result<Value, Failure> {
+        self.json(self.request(Method::GET, &["v1", "builds", id]).query(&[("log_offset", log_offset)])).await
+    }
+
+    /// Uploads what a build copies from.
+    pub(crate) async fn upload(&self, digest: &str, archive: Vec<u8>) -> Result<(), Failure> {
+        self.send(self.request(Method::PUT, &["v1", "uploads", digest]).body(archive)).await.map(drop)
+    }
+
+    /// Deletes a template that was built.
+    pub(crate) async fn remove_template(&self, template: &str) -> Result<(), Failure> {
+        self.send(self.request(Method::DELETE, &["v1", "templates", template])).await.map(drop)
+    }
+
     /// Makes a sandbox; returns when it takes commands. A connection that breaks is tried once more: the
     /// idempotency key makes that the same sandbox.
     pub(crate) async fn create(&self, request: &CreateRequest) -> Result<Sandbox, Failure> {

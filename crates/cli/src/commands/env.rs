@@ -30,13 +30,13 @@ pub(crate) fn e2b_variables(ready: &Ready, key: &str) -> Vec<(&'static str, Stri
         Some(port) if port != 443 => format!("e2b.{}:{port}", ready.base_domain),
         _ => format!("e2b.{}", ready.base_domain),
     };
-    let ca_file = ready.ca_file.display().to_string();
-    vec![
-        ("E2B_DOMAIN", domain),
-        ("E2B_API_KEY", key.to_owned()),
-        ("SSL_CERT_FILE", ca_file.clone()),
-        ("NODE_EXTRA_CA_CERTS", ca_file),
-    ]
+    let mut variables = vec![("E2B_DOMAIN", domain), ("E2B_API_KEY", key.to_owned())];
+    // With the operator's certificate there is no CA of ours to trust.
+    if ready.ca_file.exists() {
+        let ca_file = ready.ca_file.display().to_string();
+        variables.extend([("SSL_CERT_FILE", ca_file.clone()), ("NODE_EXTRA_CA_CERTS", ca_file)]);
+    }
+    variables
 }
 
 /// A value that a shell reads back as it is.

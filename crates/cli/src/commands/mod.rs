@@ -15,6 +15,7 @@ use crate::{
 };
 
 mod attend;
+mod code;
 mod cp;
 pub(crate) mod env;
 mod exec;
@@ -59,6 +60,7 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
             let context = context(&common).map_err(Failure::of_exec)?;
             return exec::shell(&context, args).await.map_err(Failure::of_exec);
         }
+        Command::Code(args) => return code::code(&context(&common)?, args).await,
         Command::Kill(args) => return sandboxes::kill(&context(&common)?, args).await,
         Command::Create(args) => sandboxes::create(&context(&common)?, args).await,
         Command::Ls(args) => sandboxes::ls(&context(&common)?, args).await,

@@ -90,7 +90,18 @@ async fn prepare(data_dir: &DataDir, cache: &Path, args: &Up, ui: Ui) -> Result<
     let engine = engine::open(data_dir.path(), &data_dir.join("kernel"), args.accel).await?;
     let info = engine.info();
     let service = start_service(data_dir, engine.clone(), args).await?;
-    template::ensure_base(&service, engine.as_ref(), &images, &boot, data_dir, &display).await?;
+    let workshop = template::Workshop {
+        service: &service,
+        engine: engine.as_ref(),
+        images: &images,
+        boot: &boot,
+        data_dir,
+        display: &display,
+    };
+    workshop.ensure_base().await?;
+    for extra in &args.with {
+        workshop.ensure_extra(*extra).await?;
+    }
     display.finish();
     Ok(Prepared { service, accel: info.accelerator.to_string() })
 }
@@ -127,7 +138,10 @@ fn serve(
     https: TcpListener,
     service: Service,
 ) -> Result<Server, Failure> {
-    let tls = Tls::OwnCa { directory: data_dir.join("tls") };
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(certificate), Some(key)) => Tls::Files { certificate: certificate.clone(), key: key.clone() },
+        _ => Tls::OwnCa { directory: data_dir.join("tls") },
+    };
     let config = ServeConfig { http, https: Some((https, tls)), base_domain: args.base_domain.clone() };
     stockade_api::serve(config, service).map_err(|error| Failure::new("cannot_serve", chain(&error)))
 }

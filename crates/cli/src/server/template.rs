@@ -1,60 +1,82 @@
-//! Makes sure that there is a `base` template of the present recipe.
+//! Makes sure that the server's own templates are there, each of its present recipe.
 
 use jiff::Timestamp;
 use stockade_engine::Engine;
-use stockade_images::{BootFiles, ImageError, Images, recipe_digest};
+use stockade_images::{BootFiles, ImageError, Images, Recipe, code_interpreter};
 use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
 use stockade_service::{Service, ServiceError};
-use stockade_store::TemplateRecord;
 
 use super::{data_dir::DataDir, progress::Display};
-use crate::failure::{Failure, chain};
+use crate::{
+    args::Extra,
+    failure::{Failure, chain},
+};
 
-const NAME: &str = "base";
 /// Machines of the base template: room for a build or a test run of ordinary size.
-const SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 10 * 1024 };
+const BASE_SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 10 * 1024 };
+/// Room for kernels and for the data they hold.
+const CODE_SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 1024, disk_mib: 10 * 1024 };
 
-/// Registers `base`: the one there is if nothing about it has changed, else a new one.
-pub(super) async fn ensure_base(
-    service: &Service,
-    engine: &dyn Engine,
-    images: &Images,
-    boot: &BootFiles,
-    data_dir: &DataDir,
-    display: &Display,
-) -> Result<(), Failure> {
-    let disk = images.base_disk(boot.kernel(), display).await.map_err(image_failure)?;
-    let recipe = recipe_digest(boot, &disk);
-    for record in service.all_templates().await.map_err(service_failure)? {
-        if is_current(&record, &recipe) && engine.check_template(&record.directory).await.is_ok() {
-            return Ok(());
-        }
-    }
-    let id = TemplateId::random();
-    let directory = data_dir.join("templates").join(id.as_str());
-    images.warm_template(engine, boot, &disk, SHAPE, &directory, display).await.map_err(image_failure)?;
-    let template = Template {
-        id,
-        workspace: None,
-        name: NAME.to_owned(),
-        state: TemplateState::Ready,
-        shape: SHAPE,
-        recipe_digest: recipe,
-        env: Default::default(),
-        default_user: "user".to_owned(),
-        default_cwd: None,
-        created_at: Timestamp::now(),
-    };
-    service.register_template(template, &directory).await.map_err(service_failure)
+/// Where templates are made.
+pub(super) struct Workshop<'a> {
+    pub(super) service: &'a Service,
+    pub(super) engine: &'a dyn Engine,
+    pub(super) images: &'a Images,
+    pub(super) boot: &'a BootFiles,
+    pub(super) data_dir: &'a DataDir,
+    pub(super) display: &'a Display,
 }
 
-fn is_current(record: &TemplateRecord, recipe: &str) -> bool {
-    let template = &record.template;
-    template.workspace.is_none()
-        && template.name == NAME
-        && template.state == TemplateState::Ready
-        && template.shape == SHAPE
-        && template.recipe_digest == recipe
+impl Workshop<'_> {
+    /// Registers `base`: the one there is if nothing about it has changed, else a new one.
+    pub(super) async fn ensure_base(&self) -> Result<(), Failure> {
+        let disk = self.images.base_disk(self.boot.kernel(), self.display).await.map_err(image_failure)?;
+        self.ensure("base", Recipe { disk, shape: BASE_SHAPE, startup: None }).await
+    }
+
+    /// The same for a template that is made only where it is asked for.
+    pub(super) async fn ensure_extra(&self, extra: Extra) -> Result<(), Failure> {
+        match extra {
+            Extra::CodeInterpreter => {
+                let disk = self.images.code_interpreter_disk(self.boot.kernel(), self.display).await;
+                let disk = disk.map_err(image_failure)?;
+                let startup = Some(code_interpreter::startup());
+                self.ensure("code-interpreter", Recipe { disk, shape: CODE_SHAPE, startup }).await
+            }
+        }
+    }
+
+    async fn ensure(&self, name: &str, recipe: Recipe) -> Result<(), Failure> {
+        let digest = recipe.digest(self.boot);
+        for record in self.service.all_templates().await.map_err(service_failure)? {
+            let template = &record.template;
+            let is_current = template.workspace.is_none()
+                && template.name == name
+                && template.state == TemplateState::Ready
+                && template.shape == recipe.shape
+                && template.recipe_digest == digest;
+            if is_current && self.engine.check_template(&record.directory).await.is_ok() {
+                return Ok(());
+            }
+        }
+        let id = TemplateId::random();
+        let directory = self.data_dir.join("templates").join(id.as_str());
+        let made = self.images.warm_template(self.engine, self.boot, &recipe, &directory, self.display).await;
+        made.map_err(image_failure)?;
+        let template = Template {
+            id,
+            workspace: None,
+            name: name.to_owned(),
+            state: TemplateState::Ready,
+            shape: recipe.shape,
+            recipe_digest: digest,
+            env: Default::default(),
+            default_user: "user".to_owned(),
+            default_cwd: None,
+            created_at: Timestamp::now(),
+        };
+        self.service.register_template(template, &directory).await.map_err(service_failure)
+    }
 }
 
 /// What went wrong while images were made, with what to do about it.

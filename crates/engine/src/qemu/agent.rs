@@ -2,13 +2,17 @@
 
 use std::time::Duration;
 
-use stockade_wire::hello::{Hello, Scanner};
+use futures::StreamExt as _;
+use stockade_wire::{
+    event::Event,
+    hello::{Hello, Scanner},
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
 };
 
-use crate::{EngineError, GuestClient};
+use crate::{EngineError, GuestClient, Startup};
 
 /// Opens a session on the link; the time until the agent has answered is the machine's own.
 pub(crate) async fn hello(stream: &mut UnixStream, patience: Duration) -> Result<(), EngineError> {
@@ -37,6 +41,37 @@ pub(crate) async fn settle(stream: UnixStream, patience: Duration) -> Result<(),
     let info = client.health().await?;
     client.sync().await?;
     tracing::debug!(agent = info.version, uptime_ms = info.uptime_ms, "guest booted");
+    client.close();
+    Ok(())
+}
+
+/// How often it is asked whether a program is ready.
+const READY_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Starts a program, waits until it is ready, and has the guest's file systems written out again.
+pub(crate) async fn start_up(stream: UnixStream, patience: Duration, startup: &Startup) -> Result<(), EngineError> {
+    let client = GuestClient::open(stream, patience).await?;
+    // Dropping its events leaves it running.
+    let pid = client.start(&startup.start).await?.started.map(|started| started.pid);
+    loop {
+        let mut events = client.start(&startup.ready).await?.events;
+        let mut exit = None;
+        while let Some(event) = events.next().await {
+            if let Event::Exit(how) = event? {
+                exit = Some(how);
+            }
+        }
+        if exit.is_some_and(|exit| exit.code == Some(0)) {
+            break;
+        }
+        let known = client.processes().await?.processes;
+        if let Some(exit) = known.iter().find(|known| Some(known.pid) == pid).and_then(|known| known.exit.as_ref()) {
+            let detail = format!("the template's program ended with {exit:?}");
+            return Err(EngineError::Emulator { step: "start up", detail });
+        }
+        tokio::time::sleep(READY_INTERVAL).await;
+    }
+    client.sync().await?;
     client.close();
     Ok(())
 }

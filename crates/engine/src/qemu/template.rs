@@ -29,7 +29,7 @@ use super::{
     qmp::{CLOSED, Qmp, QmpEvent},
     remains::{Remains, Undo},
 };
-use crate::{EngineError, Progress, TemplateBoot};
+use crate::{EngineError, Progress, Startup, TemplateBoot};
 
 /// Boots and keeps a template.
 pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError> {
@@ -124,6 +124,11 @@ impl Boot<'_> {
             return Err(explain_boot(error, &launched).await);
         }
         progress(&format!("booted in {:.1} s", begin.elapsed().as_secs_f64()));
+        if let Some(startup) = &self.boot.startup {
+            progress("starting what belongs to it");
+            self.start_up(startup, &launched).await?;
+            progress(&format!("started in {:.1} s", begin.elapsed().as_secs_f64()));
+        }
 
         progress("keeping memory and devices");
         self.keep_state(launched).await?;
@@ -212,6 +217,25 @@ impl Boot<'_> {
                 directory.write_record(record).map_err(EngineError::host("write the machine's record"))
             })
             .await
+    }
+
+    /// Has the guest run what belongs to the template, until that is ready.
+    async fn start_up(&self, startup: &Startup, launched: &Launched) -> Result<(), EngineError> {
+        let mut events = launched.qmp.events();
+        let work = async {
+            let stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
+            agent::start_up(stream, self.host.limits.boot_patience, startup).await
+        };
+        tokio::select! {
+            result = tokio::time::timeout(startup.patience, work) => match result {
+                Ok(result) => result,
+                Err(_) => {
+                    let detail = format!("the template's program was not ready within {:?}", startup.patience);
+                    Err(EngineError::Emulator { step: "start up", detail })
+                }
+            },
+            detail = ended(&mut events) => Err(EngineError::Emulator { step: "start up", detail }),
+        }
     }
 
     async fn keep_state(&self, mut launched: Launched) -> Result<(), EngineError> {

@@ -68,8 +68,14 @@ impl From<ServiceError> for HttpError {
     fn from(error: ServiceError) -> Self {
         match error {
             ServiceError::TemplateNotFound { name } => {
-                Self::new(StatusCode::NOT_FOUND, format!("template '{name}' not found"))
+                let message = match name.split_once(':') {
+                    Some((name, tag)) => format!("tag '{tag}' does not exist for template '{name}'"),
+                    None => format!("template '{name}' not found"),
+                };
+                Self::new(StatusCode::NOT_FOUND, message)
             }
+            ServiceError::BuildNotFound { .. } => Self::new(StatusCode::NOT_FOUND, error.to_string()),
+            ServiceError::TemplateInUse { .. } => Self::bad_request(error.to_string()),
             ServiceError::SnapshotNotFound { name } => {
                 Self::new(StatusCode::NOT_FOUND, format!("snapshot '{name}' not found"))
             }

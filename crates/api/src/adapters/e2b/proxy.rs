@@ -24,10 +24,11 @@ use tower::ServiceExt as _;
 
 use super::{
     ENVD_PORT,
+    access::check_token,
     envd::{self, Entered, Watchers},
-    error::chain,
+    error::{HttpError, chain},
 };
-use crate::{AppState, SandboxHost};
+use crate::{AppState, SandboxHost, native::CODE_INTERPRETER_PORT};
 
 /// A server that is just starting is still reached: pauses between tries, about a second in all.
 const RETRY_PAUSES: [Duration; 4] =
@@ -63,11 +64,24 @@ async fn enter(State(edge): State<Edge>, mut request: Request) -> Response {
         request.extensions_mut().insert(Entered { sandbox, guest, watchers: edge.watchers });
         return into_response(edge.envd.oneshot(request).await);
     }
+    if let Err(error) = code_needs_token(&sandbox, port, &request) {
+        return error.into_response();
+    }
     let headers = request.headers().clone();
     match forward(&guest, port, request).await {
         Ok(response) => response,
         Err(reason) => refuse(reason, &headers),
     }
+}
+
+/// Running code is what a secured sandbox's token is for, and every client sends it. The interpreter's other
+/// routes are open to whoever knows the address, as other ports are: clients have no token there.
+fn code_needs_token(sandbox: &Sandbox, port: u16, request: &Request) -> Result<(), HttpError> {
+    if port == CODE_INTERPRETER_PORT && request.uri().path() == "/execute" && request.method() != http::Method::OPTIONS
+    {
+        return check_token(sandbox, request.headers());
+    }
+    Ok(())
 }
 
 fn into_response(result: Result<Response, std::convert::Infallible>) -> Response {

@@ -43,17 +43,13 @@ refusals! {
     logs: "keeping a sandbox's logs";
 }
 
-pub(super) fn templates() -> HttpError {
-    HttpError::not_supported("deleting templates through E2B's API is not supported by this release of Stockade")
-}
-
 /// Areas of E2B's API without any route here.
 pub(super) fn area(path: &str) -> Option<HttpError> {
     let mut parts = path.split('/').filter(|part| !part.is_empty() && !matches!(*part, "v1" | "v2" | "v3"));
     let what = match parts.next()? {
         "volumes" | "volumecontent" => "volumes",
         "secrets" => "secrets",
-        "templates" => "building and changing templates through E2B's API",
+        "templates" => "this way of changing templates",
         "teams" | "api-keys" | "access-tokens" => "managing teams and keys through E2B's API",
         _ => return None,
     };

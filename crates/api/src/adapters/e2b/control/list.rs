@@ -9,7 +9,7 @@ use http::{HeaderName, HeaderValue};
 use jiff::Timestamp;
 use serde::Deserialize;
 use stockade_model::{Sandbox, SandboxState};
-use stockade_service::{ListFilter, Page, Principal, ServiceError};
+use stockade_service::{BUILD_LABEL, ListFilter, Page, Principal, ServiceError};
 
 use super::{super::error::HttpError, filter, sandboxes::ListedSandbox};
 use crate::AppState;
@@ -93,6 +93,8 @@ impl Wanted {
                 Err(ServiceError::TemplateNotFound { .. }) => return Ok(empty()),
                 Err(error) => return Err(error.into()),
             };
+            // The builder's own.
+            page.items.retain(|sandbox| !sandbox.metadata.contains_key(BUILD_LABEL));
             if let Some(after) = self.started_after {
                 let before = page.items.len();
                 page.items.retain(|sandbox| sandbox.started_at.unwrap_or(sandbox.created_at) > after);
@@ -135,7 +137,8 @@ pub(super) async fn list_running(
     let mut items = Vec::new();
     loop {
         let page = state.service.list(&who, &filter).await?;
-        items.extend(page.items.iter().map(ListedSandbox::of));
+        let seen = page.items.iter().filter(|sandbox| !sandbox.metadata.contains_key(BUILD_LABEL));
+        items.extend(seen.map(ListedSandbox::of));
         match page.cursor {
             Some(cursor) => filter.cursor = Some(cursor),
             None => return Ok(Json(items)),

@@ -6,7 +6,7 @@ use axum::{
     extract::{DefaultBodyLimit, Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{delete, get, post, put},
+    routing::{get, post, put},
 };
 use http::{HeaderMap, Method, StatusCode, Uri, header};
 use serde::de::DeserializeOwned;
@@ -16,6 +16,7 @@ use tower_http::cors::CorsLayer;
 use super::error::HttpError;
 use crate::AppState;
 
+mod builds;
 mod filter;
 mod later;
 mod lifecycle;
@@ -48,7 +49,13 @@ pub(super) fn router(state: AppState) -> Router {
         .route("/snapshots", get(snapshots::list))
         .route("/templates", get(templates::list))
         .route("/templates/aliases/{alias}", get(templates::alias))
-        .route("/templates/{id}", delete(snapshots::delete))
+        .route("/templates/{id}", get(templates::one).delete(templates::delete))
+        .route("/v3/templates", post(builds::reserve))
+        .route("/templates/tags", post(builds::assign_tags).delete(builds::remove_tags))
+        .route("/templates/{id}/tags", get(builds::tags))
+        .route("/templates/{id}/files/{hash}", get(builds::upload_link))
+        .route("/v2/templates/{id}/builds/{build}", post(builds::start))
+        .route("/templates/{id}/builds/{build}/status", get(builds::status))
         .fallback(fallback)
         .method_not_allowed_fallback(fallback)
         .layer(middleware::from_fn_with_state(state.clone(), require_key));
@@ -56,6 +63,7 @@ pub(super) fn router(state: AppState) -> Router {
         .route("/health", get(|| async { StatusCode::NO_CONTENT }))
         .merge(with_key)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .route("/uploads/{workspace}/{hash}", put(builds::upload).layer(DefaultBodyLimit::disable()))
         .layer(CorsLayer::permissive())
         .with_state(state)
 }

@@ -24,6 +24,7 @@ use super::{
         error::HttpError,
     },
     JsonResult,
+    builds::full_name,
     lifecycle::is_paused,
     parse, sandbox_id,
 };
@@ -100,7 +101,7 @@ impl NewSandbox {
             metadata.insert(OPEN_LABEL.to_owned(), "true".to_owned());
         }
         Ok(CreateSandbox {
-            template: template_name(&self.template_id)?,
+            template: full_name(&self.template_id)?,
             lifetime: Duration::from_secs(lifetime),
             metadata,
             env: self.env_vars.unwrap_or_default(),
@@ -116,13 +117,18 @@ impl NewSandbox {
 pub(super) fn template_name(text: &str) -> Result<String, HttpError> {
     let name = text.trim().to_ascii_lowercase();
     match name.split_once(':') {
-        None => Ok(name),
-        Some((name, "default")) => Ok(name.to_owned()),
+        None => Ok(our_name(&name).to_owned()),
+        Some((name, "default")) => Ok(our_name(name).to_owned()),
         Some((name, tag)) => {
             let message = format!("tag '{tag}' does not exist for template '{name}'");
             Err(HttpError::new(StatusCode::NOT_FOUND, message))
         }
     }
+}
+
+/// Templates that E2B's clients name by themselves have other names here.
+fn our_name(name: &str) -> &str {
+    if name == "code-interpreter-v1" { "code-interpreter" } else { name }
 }
 
 fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, HttpError> {
@@ -426,8 +432,7 @@ mod tests {
     fn timeouts_and_tags_that_make_no_sense_are_refused() {
         assert!(request(r#"{"templateID":"base","timeout":0}"#).is_err());
         assert!(request(r#"{"templateID":"base","timeout":-5}"#).is_err());
-        let error = request(r#"{"templateID":"base:v9"}"#).expect_err("no such tag");
-        assert_eq!(error.message, "tag 'v9' does not exist for template 'base'");
+        assert_eq!(request(r#"{"templateID":"Mine:V9"}"#).expect("a tag").template, "mine:v9");
     }
 
     #[test]

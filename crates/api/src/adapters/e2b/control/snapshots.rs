@@ -10,9 +10,9 @@ use axum::{
 use http::{HeaderName, HeaderValue, StatusCode};
 use serde::{Deserialize, Serialize};
 use stockade_model::Snapshot;
-use stockade_service::{Principal, ServiceError, SnapshotFilter, SnapshotRequest, SnapshotScope};
+use stockade_service::{Principal, SnapshotFilter, SnapshotRequest, SnapshotScope};
 
-use super::{super::error::HttpError, later, parse, sandbox_id, sandboxes::template_name};
+use super::{super::error::HttpError, parse, sandbox_id, sandboxes::template_name};
 use crate::AppState;
 
 const MAX_PAGE: u32 = 100;
@@ -98,21 +98,4 @@ pub(super) async fn list(
     let token = page.cursor.and_then(|cursor| HeaderValue::from_str(&cursor).ok());
     response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
     Ok(response)
-}
-
-/// `DELETE /templates/{id}`: a snapshot goes, a template cannot yet. A name means what it means in create.
-pub(super) async fn delete(
-    State(state): State<AppState>,
-    Extension(who): Extension<Principal>,
-    Path(id): Path<String>,
-) -> Result<StatusCode, HttpError> {
-    let name = template_name(&id)?;
-    match state.service.template(&who, &name).await {
-        Ok(_) => return Err(later::templates()),
-        Err(ServiceError::TemplateNotFound { .. }) => {}
-        Err(error) => return Err(error.into()),
-    }
-    let snapshot = state.service.get_snapshot(&who, &name).await?;
-    state.service.delete_snapshot(&who, &snapshot.id).await?;
-    Ok(StatusCode::NO_CONTENT)
 }

@@ -1,0 +1,223 @@
+"""Contexts: each one kernel with a language, a directory and a state of its own.
+
+    starting --> ready <--> running         one run at a time, in the order they came
+                   ^           |
+                   |           +-- client gone or its time up: interrupt --> ready
+                   +-- restart +-- kernel died, or does not heed the interrupt
+
+A kernel that died, whatever the reason, is replaced before the next run; its state is lost, which the run that
+saw it die is told.
+"""
+
+import asyncio
+import logging
+import os
+import uuid
+
+from jupyter_client import AsyncKernelManager
+
+from . import languages
+from .identity import Identity
+from .output import Output
+
+log = logging.getLogger("stockade_code")
+
+# How long a kernel may take until it answers. Java's needs a minute on an emulated processor nobody else uses.
+START_PATIENCE = 600
+# How long an interrupt may take to be heeded, and how often it is sent before the kernel is replaced.
+INTERRUPT_PATIENCE = 5
+INTERRUPTS = 3
+MOST_CONTEXTS = 64
+
+
+class Unavailable(Exception):
+    """A context that cannot be had; the text is for the client."""
+
+
+class Context:
+    """One kernel. All but `run`'s caller go through `lock`."""
+
+    def __init__(self, identifier, language, cwd, identity):
+        self.id = identifier
+        self.language = language
+        self.cwd = cwd
+        self.lock = asyncio.Lock()
+        self.identity = identity
+        self.sandbox_env = {}
+        self.manager = None
+        self.client = None
+        self.output = None
+
+    def view(self):
+        """As clients see it."""
+        return {"id": self.id, "language": self.language, "cwd": self.cwd}
+
+    async def start(self):
+        """Starts the kernel; returns when it takes code."""
+        if not os.path.isdir(self.cwd):
+            raise Unavailable(f"cwd '{self.cwd}' does not exist")
+        self.manager = AsyncKernelManager(kernel_name=languages.KERNELS[self.language])
+        self.sandbox_env = dict(self.identity.env())
+        await self.manager.start_kernel(cwd=self.cwd, env={**os.environ, **self.sandbox_env})
+        self.client = self.manager.client()
+        self.client.start_channels(shell=True, iopub=True, stdin=False, hb=False, control=True)
+        self.output = Output(self.client, self.manager)
+        try:
+            await self.wait_until_ready()
+            code = languages.setup(self.language)
+            if code is not None:
+                await self.run_quietly(code)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def wait_until_ready(self):
+        """Until the kernel has answered on both channels: before that its output would be lost."""
+        deadline = asyncio.get_running_loop().time() + START_PATIENCE
+        while asyncio.get_running_loop().time() < deadline:
+            message = self.client.session.msg("kernel_info_request", {})
+            replies = self.output.expect(message)
+            self.client.shell_channel.send(message)
+            try:
+                await asyncio.wait_for(replies.idle_and_reply(), 10)
+                return
+            except asyncio.TimeoutError:
+                if not await self.manager.is_alive():
+                    break
+            finally:
+                self.output.forget(message)
+        raise Unavailable(f"the {self.language} kernel did not start")
+
+    async def stop(self):
+        """Ends the kernel and all it started."""
+        if self.output is not None:
+            self.output.close()
+        if self.client is not None:
+            self.client.stop_channels()
+        if self.manager is not None and self.manager.has_kernel:
+            await self.manager.shutdown_kernel(now=True)
+        self.manager = self.client = self.output = None
+
+    async def replace(self):
+        """A new kernel in place of the one there is."""
+        await self.stop()
+        await self.start()
+
+    async def ensure_alive(self):
+        """Replaces a kernel that has died since the last run."""
+        if self.manager is None or not await self.manager.is_alive():
+            log.info("kernel of context %s is replaced", self.id)
+            await self.replace()
+
+    async def run_quietly(self, code):
+        """Runs code of ours to its end; what it prints goes nowhere."""
+        message = self.request(code, silent=True)
+        replies = self.output.expect(message)
+        try:
+            self.client.shell_channel.send(message)
+            await asyncio.wait_for(replies.idle_and_reply(), START_PATIENCE)
+        finally:
+            self.output.forget(message)
+
+    def request(self, code, silent=False, metadata=None):
+        """A request to run code."""
+        content = {
+            "code": code,
+            "silent": silent,
+            "store_history": not silent,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": True,
+        }
+        return self.client.session.msg("execute_request", content, metadata=metadata)
+
+    async def prepare_env(self, run_env):
+        """Sets variables. Returns what goes beside the code, and the code that puts things back."""
+        wanted = self.identity.env()
+        changed = {name: value for name, value in wanted.items() if self.sandbox_env.get(name) != value}
+        if languages.takes_env_beside_code(self.language):
+            self.sandbox_env = dict(wanted)
+            return {"sandbox_env": changed, "run_env": run_env}, None
+        code = languages.set_env(self.language, {**changed, **run_env})
+        if code is not None:
+            await self.run_quietly(code)
+        elif run_env:
+            raise Unavailable(f"env_vars cannot be set in a running {self.language} kernel; set them in the code")
+        self.sandbox_env = dict(wanted)
+        back = {name: wanted.get(name) for name in run_env}
+        return {}, languages.set_env(self.language, back)
+
+    async def calm(self, replies):
+        """Ends a run that nobody waits for any more; the kernel keeps its state if it heeds an interrupt."""
+        for _ in range(INTERRUPTS if languages.heeds_interrupts(self.language) else 0):
+            if self.manager is None or not await self.manager.is_alive():
+                # The next run has a new one.
+                return
+            try:
+                await self.manager.interrupt_kernel()
+                await asyncio.wait_for(replies.idle_and_reply(), INTERRUPT_PATIENCE)
+                return
+            except asyncio.TimeoutError:
+                continue
+            except Exception:
+                log.exception("interrupt of context %s failed", self.id)
+                break
+        log.warning("the kernel of context %s does not heed interrupts; it is replaced", self.id)
+        await self.replace()
+
+
+class Contexts:
+    """All contexts of this guest. The default ones have their kernels from the start."""
+
+    def __init__(self, cwd):
+        self.cwd = cwd
+        self.identity = Identity()
+        self.by_id = {}
+        self.defaults = {}
+        self.making = asyncio.Lock()
+
+    def list(self):
+        """All there are."""
+        return list(self.by_id.values())
+
+    def get(self, identifier):
+        """One by its id, or None."""
+        return self.by_id.get(identifier)
+
+    async def default(self, language):
+        """The context of those who name none; made on first use."""
+        language = self.known(language)
+        slot = languages.shared(language)
+        async with self.making:
+            if slot not in self.defaults:
+                self.defaults[slot] = await self._make(slot, self.cwd)
+            return self.defaults[slot]
+
+    async def create(self, language, cwd):
+        """A new one."""
+        return await self._make(self.known(language), cwd or self.cwd)
+
+    async def _make(self, language, cwd):
+        if len(self.by_id) >= MOST_CONTEXTS:
+            raise Unavailable(f"there are {MOST_CONTEXTS} contexts; remove one first")
+        context = Context(str(uuid.uuid4()), language, cwd, self.identity)
+        await context.start()
+        self.by_id[context.id] = context
+        return context
+
+    async def remove(self, context):
+        """Ends it; a run in it ends with an error."""
+        self.by_id.pop(context.id, None)
+        for language, default in list(self.defaults.items()):
+            if default is context:
+                del self.defaults[language]
+        await context.stop()
+
+    @staticmethod
+    def known(language):
+        """The language's name, if there is a kernel for it."""
+        name = languages.canonical(language)
+        if name not in languages.KERNELS:
+            known = ", ".join(sorted(languages.KERNELS))
+            raise Unavailable(f"language '{language}' is not available; there are {known}")
+        return name
