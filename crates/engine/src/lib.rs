@@ -198,6 +198,16 @@ pub trait Machine: Send + Sync + 'static {
         Err(EngineError::no_snapshots("this"))
     }
 
+    /// A fresh connection to the machine's NIC, as QEMU's `-netdev stream` frames it; at most one is served at a time,
+    /// and one that is dropped makes place for the next. While there is none the guest's packets lead nowhere.
+    /// `None`: machines of this kind have no network.
+    ///
+    /// # Errors
+    /// The emulator is gone or does not answer.
+    async fn network(&self) -> Result<Option<tokio::net::UnixStream>, EngineError> {
+        Ok(None)
+    }
+
     /// A link session with the guest agent: the one there is, or a new one if there is none or the
     /// last one broke. Calls share one session.
     ///

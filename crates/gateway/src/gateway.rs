@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     io,
     net::IpAddr,
+    ops::Deref,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -24,6 +25,7 @@ use crate::{
     net::{FlowStream, Framing, Link, LinkOptions},
     policy::{CompiledPolicy, Explanation, Floor, Policy, PolicyError},
     proxy::{AuthorityError, CertificateAuthority},
+    routes::Routes,
     sandbox::Sandbox,
     upstream::{Dialer, HostAddresses, Resolver, SystemDialer, SystemResolver},
 };
@@ -46,6 +48,8 @@ pub struct GatewayConfig {
     pub floor: Floor,
     /// Addresses that are the host's besides those of its interfaces (behind NAT, virtual ones).
     pub host_addresses: Vec<IpAddr>,
+    /// Names the operator leads somewhere.
+    pub routes: Routes,
 }
 
 impl GatewayConfig {
@@ -60,6 +64,7 @@ impl GatewayConfig {
             audit: Arc::new(NoAudit),
             floor: Floor::default(),
             host_addresses: Vec::new(),
+            routes: Routes::default(),
         }
     }
 }
@@ -73,6 +78,7 @@ pub(crate) struct Shared {
     pub(crate) audit: Arc<dyn AuditSink>,
     pub(crate) floor: Floor,
     pub(crate) host_addresses: HostAddresses,
+    pub(crate) routes: Routes,
     /// Towards upstream, with HTTP/2 and without.
     pub(crate) tls_any: Arc<ClientConfig>,
     pub(crate) tls_http1: Arc<ClientConfig>,
@@ -177,6 +183,7 @@ impl Gateway {
                 audit: config.audit,
                 floor: config.floor,
                 host_addresses: HostAddresses::new(config.host_addresses),
+                routes: config.routes,
             }),
         })
     }
@@ -184,6 +191,16 @@ impl Gateway {
     /// The certificate guests have to trust.
     pub fn certificate_pem(&self) -> &str {
         self.shared.authority.certificate_pem()
+    }
+
+    /// The name that directories of certificates list it under, where it has one.
+    pub fn certificate_subject_hash(&self) -> Option<String> {
+        self.shared.authority.subject_hash()
+    }
+
+    /// The operator's floor.
+    pub fn floor(&self) -> &Floor {
+        &self.shared.floor
     }
 
     /// Checks a policy as [`Gateway::attach`] would.
@@ -202,6 +219,7 @@ impl Gateway {
         let name = url.host().and_then(crate::policy::normalize_name);
         let addresses = match &name {
             // A name that is not allowed is not asked for upstream, not even here.
+            Some(name) if self.shared.routes.knows(name) => Ok(Vec::new()),
             Some(name) if policy.may_reach(name) => self.shared.resolver.resolve(name).await.map(|(list, _)| list),
             _ => Ok(Vec::new()),
         };
@@ -243,7 +261,7 @@ impl Gateway {
         sandbox.set_link(&link);
         let run = tokio::spawn(Arc::clone(&link).run(reader, writer));
         let flush = tokio::spawn(flush_records(Arc::clone(&sandbox)));
-        Ok(Attachment { sandbox, link, run, flush })
+        Ok(Attachment { control: Control { sandbox, link }, run, flush })
     }
 }
 
@@ -272,15 +290,14 @@ pub struct Stats {
     pub dropped_frames: u64,
 }
 
-/// An attached sandbox. Dropped, it is detached: the guest has no network until it is attached again.
-pub struct Attachment {
+/// The way to an attached sandbox, for as many as need it. It does not keep the sandbox attached.
+#[derive(Clone)]
+pub struct Control {
     sandbox: Arc<Sandbox>,
     link: Arc<Link>,
-    run: JoinHandle<()>,
-    flush: JoinHandle<()>,
 }
 
-impl Attachment {
+impl Control {
     /// Puts a policy in force, at once and as a whole: connections and requests are judged by it from now on, and
     /// open connections it does not allow are reset before this returns. Returns how many. A policy that cannot be
     /// honoured changes nothing.
@@ -292,6 +309,11 @@ impl Attachment {
     /// The names the guest knows, to be stored with a snapshot.
     pub fn name_table(&self) -> NameTableRecord {
         self.sandbox.names.record()
+    }
+
+    /// Counts up whenever the names have changed.
+    pub fn name_changes(&self) -> u64 {
+        self.sandbox.names.changes()
     }
 
     /// Numbers.
@@ -310,6 +332,20 @@ impl Attachment {
     pub async fn open_inbound(&self, port: u16) -> io::Result<Inbound> {
         self.link.connect(port).await.map(Inbound)
     }
+}
+
+/// An attached sandbox. Dropped, it is detached: the guest has no network until it is attached again.
+pub struct Attachment {
+    control: Control,
+    run: JoinHandle<()>,
+    flush: JoinHandle<()>,
+}
+
+impl Attachment {
+    /// A way to it for others.
+    pub fn control(&self) -> Control {
+        self.control.clone()
+    }
 
     /// Waits until the link ends (the machine stopped, or sent what no machine sends).
     pub async fn ended(&mut self) {
@@ -323,13 +359,21 @@ impl Attachment {
     }
 }
 
+impl Deref for Attachment {
+    type Target = Control;
+
+    fn deref(&self) -> &Control {
+        &self.control
+    }
+}
+
 impl Drop for Attachment {
     fn drop(&mut self) {
         let was_running = !self.run.is_finished();
         self.run.abort();
         self.flush.abort();
         if was_running {
-            self.link.end(None);
+            self.control.link.end(None);
         }
     }
 }

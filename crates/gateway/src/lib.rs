@@ -20,11 +20,13 @@ mod limits;
 pub mod net;
 pub mod policy;
 pub mod proxy;
+mod routes;
 mod sandbox;
 mod upstream;
 
-pub use gateway::{AttachError, AttachSpec, Attachment, Gateway, GatewayConfig, GatewayError, Inbound, Stats};
+pub use gateway::{AttachError, AttachSpec, Attachment, Control, Gateway, GatewayConfig, GatewayError, Inbound, Stats};
 pub use limits::Limits;
 pub use net::Framing;
 pub use proxy::{AuthorityError, CertificateAuthority};
+pub use routes::{RouteError, Routes};
 pub use upstream::{BoxIo, Dialer, Io, ResolveError, Resolver, SystemDialer, SystemResolver};

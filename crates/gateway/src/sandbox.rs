@@ -196,6 +196,8 @@ impl Sandbox {
 
     pub(crate) fn judge(&self, policy: &CompiledPolicy, target: &Target, upstream: Option<IpAddr>) -> Decision {
         let destination = match (&target.name, upstream) {
+            // Where the operator leads a name is not judged.
+            (Some(name), Some(_)) if self.route(target).is_some() => Destination::Name(name),
             (Some(name), Some(address)) => Destination::Resolved(name, address),
             (Some(name), None) => Destination::Name(name),
             (None, _) => Destination::Address(target.address.into()),
@@ -206,7 +208,9 @@ impl Sandbox {
     /// Resolves, judges and connects as one step: only an address that was judged is dialled, and if the policy
     /// changed meanwhile it is judged again.
     pub(crate) async fn dial(&self, target: &Target) -> Result<(BoxIo, SocketAddr), DialError> {
+        let route = self.route(target);
         let addresses = match &target.name {
+            Some(_) if route.is_some() => route.map(|route| route.ip()).into_iter().collect(),
             Some(name) => self.resolve(name).await.map_err(DialError::Resolve)?,
             None => vec![target.address.into()],
         };
@@ -218,7 +222,7 @@ impl Sandbox {
                 problem.get_or_insert(denied);
                 continue;
             }
-            let upstream = SocketAddr::new(address, target.port);
+            let upstream = route.unwrap_or_else(|| SocketAddr::new(address, target.port));
             let dialled = tokio::time::timeout(self.limits.dial_timeout(), self.shared.dialer.dial(upstream)).await;
             match dialled {
                 Ok(Ok(stream)) => {
@@ -233,6 +237,11 @@ impl Sandbox {
             }
         }
         Err(problem.unwrap_or(DialError::Resolve(ResolveError::NotFound)))
+    }
+
+    /// Where the operator leads it.
+    fn route(&self, target: &Target) -> Option<SocketAddr> {
+        target.name.as_deref().and_then(|name| self.shared.routes.get(name, target.port))
     }
 
     async fn resolve(&self, name: &str) -> Result<Vec<IpAddr>, ResolveError> {
@@ -285,7 +294,8 @@ impl Sandbox {
             };
         }
         match ask {
-            Ask::Address(_) | Ask::Ipv6Address(_) if policy.dns().resolve_on_connect => {}
+            Ask::Address(_) | Ask::Ipv6Address(_)
+                if policy.dns().resolve_on_connect || self.shared.routes.knows(name) => {}
             Ask::Address(_) | Ask::Ipv6Address(_) => match self.resolve(name).await {
                 Ok(_) => {}
                 Err(ResolveError::NotFound) => return Answer::Nxdomain,

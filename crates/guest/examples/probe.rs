@@ -207,6 +207,7 @@ async fn set_identity(client: &GuestClient) -> Outcome<()> {
         default_user: std::env::var("PROBE_USER").unwrap_or_else(|_| "root".to_owned()),
         default_cwd: None,
         files: [("/run/e2b/.E2B_SANDBOX".to_owned(), "true".to_owned())].into(),
+        network: None,
     };
     client.set_identity(&identity).await?;
     Ok(())

@@ -4,6 +4,7 @@
 //! system calls each, and everything may be done again.
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::{self, Write as _},
     os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
@@ -12,11 +13,15 @@ use std::{
 };
 
 use base64::Engine as _;
-use stockade_wire::{ErrorBody, ErrorCode, machine::Identity};
+use stockade_wire::{
+    ErrorBody, ErrorCode,
+    machine::{self, Identity},
+};
 
 use crate::{
     Agent,
     failure::{Result, check, failed, invalid},
+    network,
 };
 
 /// Takes an identity. Where the agent is only hosted, this sets environment and defaults alone.
@@ -35,11 +40,26 @@ pub(crate) fn take(agent: &Agent, identity: Identity) -> Result<()> {
         crate::account::find(&identity.default_user)?;
         tell_services(&identity)?;
     }
+    let mut env = match &identity.network {
+        Some(network) if agent.is_machine() => take_network(network)?,
+        _ => BTreeMap::new(),
+    };
+    env.extend(identity.env);
     let mut settings = agent.shared().settings.write().unwrap_or_else(PoisonError::into_inner);
-    settings.env = identity.env;
+    settings.env = env;
     settings.default_user = identity.default_user;
     settings.default_cwd = identity.default_cwd;
     Ok(())
+}
+
+/// Returns what processes are told of it in their environment.
+fn take_network(told: &machine::Network) -> Result<network::Trusted> {
+    if told.reset_connections {
+        // Where the kernel cannot, the gateway resets them as soon as they are used.
+        network::reset_connections().ok();
+    }
+    let trusted = told.authority.as_ref().map(network::trust).transpose();
+    trusted.map(Option::unwrap_or_default).map_err(failed("trust the deployment's certificate authority"))
 }
 
 fn validate(identity: &Identity) -> Result<()> {

@@ -20,6 +20,7 @@ mod http;
 mod identity;
 pub mod init;
 mod link;
+mod network;
 mod port;
 mod ports;
 mod process;

@@ -164,6 +164,7 @@ async fn an_identity_gives_every_process_its_environment() {
         default_user: "user".to_owned(),
         default_cwd: Some("/tmp".to_owned()),
         files: BTreeMap::new(),
+        network: None,
     };
     guest.client.set_identity(&identity).await.expect("taken");
     guest.client.set_identity(&identity).await.expect("taken again");

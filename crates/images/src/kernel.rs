@@ -30,10 +30,12 @@ use crate::{
 const REVISION: u32 = 1;
 /// Depends on the newest image of its kind.
 const PACKAGE: &str = "linux-image-cloud-amd64";
-/// Loaded by the agent before it can see the root disk, in this order.
-const AT_BOOT: [&str; 6] = ["virtio_mmio", "virtio_blk", "virtio_console", "virtio-rng", "crc32c_generic", "ext4"];
+/// Loaded by the agent before it can see the root disk, in this order: what the disk, the link and the NIC need, and what
+/// lets the agent end connections that a restore has cut off.
+const AT_BOOT: [&str; 8] =
+    ["virtio_mmio", "virtio_blk", "virtio_console", "virtio-rng", "crc32c_generic", "ext4", "virtio_net", "tcp_diag"];
 /// On the root disk, for `modprobe`.
-const ON_DISK: [&str; 9] = ["virtio_net", "overlay", "fuse", "virtiofs", "tun", "veth", "bridge", "loop", "af_packet"];
+const ON_DISK: [&str; 8] = ["overlay", "fuse", "virtiofs", "tun", "veth", "bridge", "loop", "af_packet"];
 /// Those the cloud kernel may have built in or left out without harm.
 const OPTIONAL: [&str; 4] = ["virtiofs", "loop", "af_packet", "bridge"];
 

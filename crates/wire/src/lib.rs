@@ -19,6 +19,7 @@ pub mod event;
 pub mod files;
 pub mod hello;
 pub mod machine;
+pub mod network;
 pub mod process;
 
 mod error;

@@ -42,6 +42,29 @@ pub struct Identity {
     /// Small files to write as root (mode 0644, parents made): path → text.
     #[serde(default)]
     pub files: BTreeMap<String, String>,
+    /// What has changed about its network; absent: nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<Network>,
+}
+
+/// What a machine is told about its network. Addresses are not among it: all machines have the same.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Network {
+    /// The host knows of no connection of this machine: those it remembers are ended.
+    #[serde(default)]
+    pub reset_connections: bool,
+    /// Signs for hosts the gateway answers for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub authority: Option<Authority>,
+}
+
+/// A certificate authority to be trusted by the guest's programs.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Authority {
+    /// Its certificate as PEM.
+    pub certificate: String,
+    /// OpenSSL's checksum of its subject: the name directories of certificates list it under.
+    pub subject_hash: String,
 }
 
 /// How the machine does, one sample.

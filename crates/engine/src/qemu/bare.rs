@@ -55,9 +55,10 @@ pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path
         let stream = UnixStream::connect(directory.path().join(name));
         async move { stream.await.map_err(EngineError::host("connect to the emulator")) }
     };
-    let (control, link, console) = (bind("control")?, bind("link")?, bind("console")?);
-    let inherited = [&state, memory.file()].map(AsRawFd::as_raw_fd);
-    let inherited = [inherited[0], inherited[1], control.as_raw_fd(), link.as_raw_fd(), console.as_raw_fd()];
+    let (control, link, console, network) = (bind("control")?, bind("link")?, bind("console")?, bind("network")?);
+    let files = [&state, memory.file()].map(AsRawFd::as_raw_fd);
+    let sockets = [&control, &link, &console, &network].map(AsRawFd::as_raw_fd);
+    let inherited: Vec<_> = files.into_iter().chain(sockets).collect();
     let text = |path: &Path| path.display().to_string();
     let disk = RootDisk {
         lower: vec![Layer {
@@ -77,6 +78,7 @@ pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path
         control: control.as_raw_fd(),
         link: link.as_raw_fd(),
         console: console.as_raw_fd(),
+        network: network.as_raw_fd(),
         origin: Origin::Template,
         seccomp: false,
     });
@@ -85,8 +87,8 @@ pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path
     // SAFETY: `fcntl` on numbers that were copied before the fork.
     unsafe {
         command.pre_exec(move || {
-            for fd in inherited {
-                if libc::fcntl(fd, libc::F_SETFD, 0) < 0 {
+            for fd in &inherited {
+                if libc::fcntl(*fd, libc::F_SETFD, 0) < 0 {
                     return Err(std::io::Error::last_os_error());
                 }
             }
@@ -96,7 +98,7 @@ pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path
 
     let begin = Instant::now();
     let mut child = command.spawn().map_err(EngineError::host("start the emulator"))?;
-    drop((control, console));
+    drop((control, console, network));
     let limits = &host.limits;
     let qmp = Qmp::open(connect("control").await?, limits.restore_patience).await?;
     set_capabilities(&qmp, limits.command_patience).await?;

@@ -9,6 +9,7 @@
 use std::os::fd::RawFd;
 
 use stockade_model::{Accelerator, MachineShape};
+use stockade_wire::network;
 
 use super::{
     layers::{DiskChain, LayerId},
@@ -63,6 +64,8 @@ pub(crate) struct MachineArguments<'a> {
     pub(crate) link: RawFd,
     /// Listening socket of the guest's console.
     pub(crate) console: RawFd,
+    /// Listening socket of the guest's NIC.
+    pub(crate) network: RawFd,
     /// Where the machine comes from.
     pub(crate) origin: Origin<'a>,
     /// Turn QEMU's seccomp filter on (always, but for the bare side of the benchmark).
@@ -178,6 +181,11 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
     add(&["-object", "rng-builtin,id=random"]);
     add(&["-device", "virtio-rng-device,id=random-device,rng=random"]);
 
+    // While nobody is connected, what the guest sends is dropped.
+    add(&["-netdev", &format!("stream,id=network,server=on,addr.type=fd,addr.str={}", machine.network)]);
+    let (mac, mtu) = (mac_address(network::GUEST_MAC), network::MTU);
+    add(&["-device", &format!("virtio-net-device,id=network-device,netdev=network,mac={mac},host_mtu={mtu}")]);
+
     // While nobody is connected, what the guest prints is dropped: it cannot fill anything.
     add(&["-chardev", &format!("socket,id=console,fd={},server=on,wait=off", machine.console)]);
     add(&["-serial", "chardev:console"]);
@@ -213,10 +221,15 @@ pub(crate) fn hardware_digest(accelerator: Accelerator) -> String {
         control: 0,
         link: 0,
         console: 0,
+        network: 0,
         origin: Origin::Boot { kernel_command_line: &kernel_command_line, keeps_memory: true },
         seccomp: true,
     });
     memory::bytes_digest(words.join("\0").as_bytes())
+}
+
+fn mac_address(bytes: [u8; 6]) -> String {
+    bytes.map(|byte| format!("{byte:02x}")).join(":")
 }
 
 fn accelerator_argument(accelerator: Accelerator) -> &'static str {
@@ -290,6 +303,7 @@ mod tests {
             control: 11,
             link: 12,
             console: 13,
+            network: 14,
             origin,
             seccomp: true,
         })

@@ -21,7 +21,7 @@ use super::{
     command_line::{self, MachineArguments, Origin, RootDisk},
     config::joined,
     jail::{Jail, Mount, ProcessLimits},
-    machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, Processes},
+    machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, NETWORK, Processes},
     process::ProcessId,
     qmp::Qmp,
     tail::Tail,
@@ -79,7 +79,7 @@ impl Launch<'_> {
     ) -> Result<Launched, EngineError> {
         let begin = Instant::now();
         let bind = |name| self.directory.bind(name).map_err(EngineError::host(format!("bind {name}")));
-        let (control, link, console) = (bind(CONTROL)?, bind(LINK)?, bind(CONSOLE)?);
+        let (control, link, console, network) = (bind(CONTROL)?, bind(LINK)?, bind(CONSOLE)?, bind(NETWORK)?);
         let (info_read, info_write) =
             nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| host_error("make a pipe", error))?;
         let arguments = command_line::arguments(&MachineArguments {
@@ -92,6 +92,7 @@ impl Launch<'_> {
             control: control.as_raw_fd(),
             link: link.as_raw_fd(),
             console: console.as_raw_fd(),
+            network: network.as_raw_fd(),
             origin: self.origin,
             seccomp: true,
         });
@@ -101,8 +102,10 @@ impl Launch<'_> {
             mounts: self.mounts.clone(),
             with_kvm: self.accelerator == Accelerator::Kvm,
             info: info_write.as_raw_fd(),
-            inherited: [control.as_raw_fd(), link.as_raw_fd(), console.as_raw_fd(), self.memory.as_raw_fd()]
+            inherited: [&control, &link, &console, &network]
+                .map(AsRawFd::as_raw_fd)
                 .into_iter()
+                .chain([self.memory.as_raw_fd()])
                 .chain(self.device_state.map(AsRawFd::as_raw_fd))
                 .collect(),
             limits: ProcessLimits {
@@ -132,7 +135,7 @@ impl Launch<'_> {
             let console_tail = Tail::follow(console_stream, CONSOLE_BYTES);
             let stream = self.directory.connect(CONTROL).map_err(EngineError::host("connect to the emulator"))?;
             // The last copies outside the emulator: when it ends, connections to them break.
-            drop((control, link, console));
+            drop((control, link, console, network));
             let emulator = read_emulator_id(info_read, self.patience).await?;
             let processes = Processes { bubblewrap, emulator };
             started(processes)?;

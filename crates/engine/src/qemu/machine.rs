@@ -31,6 +31,7 @@ use super::{
     link_gate::LinkGate,
     machine_dir::{LINK, MachineDir, Processes, Record},
     memory::SealedMemory,
+    network,
     qmp::{CLOSED, Qmp},
     remains::Remains,
     snapshot,
@@ -271,6 +272,13 @@ impl Machine for QemuMachine {
 
     async fn guest(&self) -> Result<GuestClient, EngineError> {
         self.inner.guest().await
+    }
+
+    async fn network(&self) -> Result<Option<UnixStream>, EngineError> {
+        let inner = &self.inner;
+        let connected =
+            network::connect(&inner.directory, inner.processes.emulator, inner.host.limits.command_patience).await;
+        connected.map(Some).map_err(|error| inner.gone(&format!("its network interface cannot be connected: {error}")))
     }
 
     async fn snapshot(&self, directory: &Path, scope: SnapshotScope) -> Result<SnapshotReport, EngineError> {

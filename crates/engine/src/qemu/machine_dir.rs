@@ -3,7 +3,7 @@
 //! ```text
 //! machines/<id>/            the server's alone
 //!   machine.json            what adopt and sweep need; written before the emulator is started
-//!   control.sock, link.sock, console.sock   bound by the server, listened to by the emulator
+//!   control.sock, link.sock, console.sock, network.sock   bound by the server, listened to by the emulator
 //!   memory.map              only where its memory is an image of its own: the pages that differ from the template's
 //!   layers/                 all layers of its disk (layers.rs); the emulator may read them
 //!   disk/                   the emulator's; all it may write to
@@ -46,6 +46,8 @@ pub(crate) const CONTROL: &str = "control.sock";
 pub(crate) const LINK: &str = "link.sock";
 /// The guest's console.
 pub(crate) const CONSOLE: &str = "console.sock";
+/// The guest's NIC.
+pub(crate) const NETWORK: &str = "network.sock";
 
 const RECORD: &str = "machine.json";
 
@@ -230,6 +232,12 @@ impl MachineDir {
         let stream = self.with_short_path(name, |path| std::os::unix::net::UnixStream::connect(path))?;
         stream.set_nonblocking(true)?;
         UnixStream::from_std(stream)
+    }
+
+    /// Connects to a socket of the emulator unless others are in line before us.
+    pub(crate) async fn try_connect(&self, name: &str) -> io::Result<UnixStream> {
+        let directory = File::open(&self.path)?;
+        UnixStream::connect(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd())).await
     }
 
     /// Socket names hold 107 bytes, directory names more: go through a descriptor.

@@ -28,6 +28,18 @@ pub struct NameTableRecord {
     pub next: u32,
 }
 
+/// Names a table may have given away between the last time it was stored and a crash.
+const LOST_AT_MOST: u32 = 4_096;
+
+impl NameTableRecord {
+    /// For a table that was not stored when its gateway ended: addresses it may have given since are given to no
+    /// other name soon.
+    pub fn after_crash(mut self) -> Self {
+        self.next = (self.next + LOST_AT_MOST) % POOL_SIZE;
+        self
+    }
+}
+
 /// Why a stored table is refused.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("the stored name table is damaged: {0}")]
@@ -46,6 +58,7 @@ struct Inner {
     by_place: HashMap<u32, Arc<str>>,
     order: VecDeque<u32>,
     next: u32,
+    changes: u64,
 }
 
 impl NameTable {
@@ -102,6 +115,7 @@ impl NameTable {
         inner.by_name.insert(Arc::clone(&name), place);
         inner.by_place.insert(place, name);
         inner.order.push_back(place);
+        inner.changes += 1;
         Some(address_at(place))
     }
 
@@ -113,6 +127,11 @@ impl NameTable {
     /// Whether an address belongs to the pool.
     pub fn is_ours(address: Ipv4Addr) -> bool {
         address.to_bits() >> 17 == POOL >> 17
+    }
+
+    /// Counts up whenever there is something new to store.
+    pub fn changes(&self) -> u64 {
+        self.lock().changes
     }
 
     /// How many names there are.

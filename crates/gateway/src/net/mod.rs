@@ -32,17 +32,4 @@ pub(crate) use self::{
 };
 pub use self::{frame::Drops, link::Framing};
 
-use std::net::Ipv4Addr;
-
-/// The address every guest has: links are private, so that all are alike and snapshots need no new ones.
-pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 123, 0, 2);
-/// The guest's router and name server.
-pub const GATEWAY_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 123, 0, 1);
-/// The length of the link's prefix.
-pub const PREFIX_LENGTH: u8 = 30;
-/// The MAC address to give the guest's NIC.
-pub const GUEST_MAC: [u8; 6] = [0x02, 0x53, 0x54, 0x4b, 0x00, 0x02];
-/// The MAC address the gateway answers with.
-pub const GATEWAY_MAC: [u8; 6] = [0x02, 0x53, 0x54, 0x4b, 0x00, 0x01];
-/// The MTU to give the guest's NIC (`host_mtu=`); a smaller one works and is slower.
-pub const MTU: u16 = 65_520;
+pub use stockade_wire::network::{GATEWAY_ADDRESS, GATEWAY_MAC, GUEST_ADDRESS, GUEST_MAC, MTU, PREFIX_LENGTH};

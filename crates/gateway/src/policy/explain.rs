@@ -5,10 +5,10 @@ use std::net::IpAddr;
 use http::{HeaderMap, Method, Uri};
 use serde::Serialize;
 
-use super::{CompiledPolicy, Destination, HttpQuestion, L7, Scheme, normalize_name};
+use super::{CompiledPolicy, Destination, HttpQuestion, L7, Reason, Scheme, normalize_name};
 
 /// The answer to `policy explain`.
-#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 pub struct Explanation {
     /// Whether the request would be sent.
     pub allowed: bool,
@@ -86,12 +86,13 @@ impl CompiledPolicy {
             Some(Scheme::Https) if self.intercepts(&name, port) => "intercept",
             Some(_) => "pass",
         };
+        let by_default = decision.reason == Reason::Default;
         let base = Explanation {
             allowed: true,
             mode,
             rule: decision.rule,
             http_rule: None,
-            reason: decision.reason.to_string(),
+            reason: if by_default { "the policy's default allows it".to_owned() } else { decision.reason.to_string() },
             secrets: Vec::new(),
             revision: self.revision,
         };

@@ -20,6 +20,7 @@ mod connect;
 mod explain;
 mod http;
 mod names;
+mod simple;
 
 use std::collections::BTreeMap;
 
@@ -31,13 +32,14 @@ pub use self::{
     connect::{Decision, Destination, Reason},
     explain::Explanation,
     http::{CanonicalPath, HttpDecision, HttpQuestion},
-    names::{NameError, NamePattern, normalize_name},
+    names::{NameError, NamePattern, any_matches, normalize_name},
+    simple::SimplePolicy,
 };
 
 pub(crate) use self::http::{CompiledAction, CompiledSubstitution};
 
 /// The policy of one layer, as it is written and stored.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Policy {
     /// Counts up with each change; written into every audit record.
@@ -61,7 +63,7 @@ pub struct Policy {
 }
 
 /// The outcome when no rule matches.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DefaultAction {
     /// Nothing.
@@ -74,7 +76,7 @@ pub enum DefaultAction {
 }
 
 /// Allow or deny.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Action {
     /// The connection may be made.
@@ -85,7 +87,7 @@ pub enum Action {
 
 /// One rule on destinations. It matches when a name or an address matches (no names and no addresses: any
 /// destination) and the port does.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
     /// Shown in audit records and refusals; `rule-N` when empty.
@@ -111,7 +113,7 @@ pub struct Rule {
 }
 
 /// A port or a range, written `443` or `"8000-8999"`.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(untagged)]
 pub enum Ports {
     /// One port.
@@ -121,7 +123,7 @@ pub enum Ports {
 }
 
 /// What may be spoken on a connection.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum L7 {
     /// HTTP/1.1 in clear text.
@@ -135,7 +137,7 @@ pub enum L7 {
 }
 
 /// How names are answered.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DnsPolicy {
     /// The answer for a name no rule allows.
@@ -149,7 +151,7 @@ pub struct DnsPolicy {
 }
 
 /// The answer for a name no rule allows. No query leaves in either case.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnDeny {
     /// An address of ours, so that HTTP and TLS clients are told the reason.
@@ -160,7 +162,7 @@ pub enum OnDeny {
 }
 
 /// Which TLS hosts are opened, beyond those a rule needs open.
-#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct InterceptPolicy {
     /// Opened although no rule needs it (for example to refuse domain fronting on a shared CDN).
@@ -170,7 +172,7 @@ pub struct InterceptPolicy {
 }
 
 /// One condition on requests to a host. Hosts of such rules are intercepted; the rule itself grants no access.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HttpRule {
     /// Shown in audit records and refusals; `http-N` when empty.
@@ -208,7 +210,7 @@ fn yes() -> bool {
 }
 
 /// A scheme.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
     /// Clear text.
@@ -218,7 +220,7 @@ pub enum Scheme {
 }
 
 /// How a text is compared. Regular expressions take linear time and have to match the whole text.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Matcher {
     /// The same text.
@@ -232,7 +234,7 @@ pub enum Matcher {
 }
 
 /// A matcher on a header or query field.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NamedMatcher {
     /// The field.
@@ -242,7 +244,7 @@ pub struct NamedMatcher {
 }
 
 /// What a matching request gets.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum HttpAction {
     /// Sent on as it is.
@@ -256,7 +258,7 @@ pub enum HttpAction {
 }
 
 /// An answer of the gateway's own.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Answer {
     /// 200 to 599.
@@ -270,7 +272,7 @@ pub struct Answer {
 }
 
 /// A token in the guest that becomes a secret in requests to the secret's hosts.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Substitution {
     /// The token: at least 24 characters of `A-Z a-z 0-9 _ -`; see [`crate::broker::placeholder`].
@@ -294,7 +296,7 @@ pub struct Substitution {
 }
 
 /// In which parts of a request a token is replaced.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Places {
     /// Header values.
@@ -314,7 +316,7 @@ impl Default for Places {
 }
 
 /// What happens to a request that carries a token where it may not go.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OtherHost {
     /// Refused and reported.
@@ -325,7 +327,7 @@ pub enum OtherHost {
 }
 
 /// What the operator sets under all policies. Tenants cannot widen it.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Floor {
     /// Networks opened although they are private. Metadata addresses cannot be.

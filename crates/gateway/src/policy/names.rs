@@ -83,6 +83,14 @@ impl NamePattern {
     }
 }
 
+/// Whether one of the patterns matches a name in its [normal form](normalize_name).
+///
+/// # Errors
+/// The first that is no pattern.
+pub fn any_matches(patterns: &[String], name: &str) -> Result<bool, NameError> {
+    Ok(NameSet::parse(patterns)?.matches(name))
+}
+
 /// A regular expression that has to match a text as a whole and cannot grow large.
 pub(super) fn whole_regex(pattern: &str) -> Result<Regex, String> {
     regex::bytes::RegexBuilder::new(&format!("^(?:{pattern})$"))

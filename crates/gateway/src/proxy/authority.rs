@@ -83,6 +83,25 @@ impl CertificateAuthority {
         &self.certificate_pem
     }
 
+    /// OpenSSL's checksum of its subject, under which directories of certificates list it; `None`: its subject is not
+    /// just a common name.
+    pub fn subject_hash(&self) -> Option<String> {
+        let (_, certificate) = x509_parser::parse_x509_certificate(&self.certificate).ok()?;
+        let subject = certificate.subject();
+        if subject.iter().count() != 1 {
+            return None;
+        }
+        let name = subject.iter_common_name().next()?.as_str().ok()?;
+        let canonical = name.split_ascii_whitespace().collect::<Vec<_>>().join(" ").to_ascii_lowercase();
+        let length = u8::try_from(canonical.len()).ok().filter(|length| *length < 100)?;
+        // A set of one sequence of the name's identifier (2.5.4.3) and its value as UTF-8.
+        let mut bytes = vec![0x31, length + 9, 0x30, length + 7, 6, 3, 0x55, 4, 3, 0x0c, length];
+        bytes.extend(canonical.bytes());
+        let digest = ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &bytes);
+        let first = digest.as_ref().first_chunk::<4>()?;
+        Some(format!("{:08x}", u32::from_le_bytes(*first)))
+    }
+
     /// How to be `name` towards a guest.
     pub(crate) fn server_config(&self, name: &str) -> Result<Arc<ServerConfig>, AuthorityError> {
         let now = jiff::Timestamp::now();
@@ -134,4 +153,22 @@ fn set_validity(params: &mut CertificateParams, days: i64) -> Result<(), Authori
     params.not_before = at(-BACKDATED_HOURS)?;
     params.not_after = at(24 * days)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_subjects_checksum_is_the_one_openssl_computes() {
+        let (certificate, key) = CertificateAuthority::generate("Stockade  Test CA").expect("made");
+        let authority = CertificateAuthority::from_pem(&certificate, &key).expect("read");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("ca.pem");
+        std::fs::write(&path, certificate).expect("written");
+        let openssl =
+            std::process::Command::new("openssl").args(["x509", "-noout", "-hash", "-in"]).arg(&path).output();
+        let Ok(output) = openssl else { return };
+        assert_eq!(authority.subject_hash().as_deref(), Some(String::from_utf8_lossy(&output.stdout).trim()));
+    }
 }

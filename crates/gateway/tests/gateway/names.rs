@@ -172,3 +172,24 @@ async fn names_survive_a_restore_and_old_addresses_still_work() {
     let (guest, _attachment) = world.attach_with(policy, |spec| spec.names = names);
     guest.connect(address, 5432).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_name_the_operator_leads_somewhere_is_judged_by_name_and_by_nothing_else() {
+    let routes = [("mirror.example:5432", "10.0.0.9:7777"), ("other.example", "127.0.0.1")];
+    let routes = routes.iter().map(|(from, to)| ((*from).to_owned(), (*to).to_owned())).collect();
+    let world = World::with(|config| config.routes = stockade_gateway::Routes::parse(&routes).unwrap());
+    world.serve("10.0.0.9:7777", echo_server().await);
+    let rule = json!({"id": "raw", "action": "allow", "names": ["mirror.example"], "ports": [5432, 5433]});
+    let (guest, attachment) = world.attach(json!({"default": "deny", "rules": [rule]}));
+    let mut stream = guest.connect_name("mirror.example", 5432).await.unwrap();
+    stream.write_all(b"hello").await.unwrap();
+    let mut answer = [0; 5];
+    stream.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"hello");
+    assert!(world.net.asked.lock().unwrap().is_empty(), "nobody else is asked for it");
+    // Another port of the name leads nowhere, another name is not allowed, and a change of policy ends what was open.
+    assert!(guest.connect_name("other.example", 5432).await.is_err());
+    let closed: stockade_gateway::policy::Policy = serde_json::from_value(json!({"default": "deny"})).unwrap();
+    assert_eq!(attachment.set_policy(&[closed]).unwrap(), 1);
+    assert_eq!(world.net.dialled.lock().unwrap().len(), 1);
+}

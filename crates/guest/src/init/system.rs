@@ -1,4 +1,4 @@
-//! Names, loopback, limits.
+//! Names, network, limits.
 
 use std::{fs, io, path::Path};
 
@@ -17,8 +17,12 @@ pub(super) fn set_up() -> Result<(), InitError> {
     };
     nix::unistd::sethostname(hostname).map_err(|errno| cannot("set the host name")(errno.into()))?;
     provide("/etc/hosts", "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n")?;
-    // Without a server the library asks 127.0.0.1, which refuses at once.
-    provide("/etc/resolv.conf", "# This machine has no name server.\n")?;
+    if crate::network::set_up().map_err(cannot("set up the network interface"))? {
+        crate::network::name_server().map_err(cannot("write /etc/resolv.conf"))?;
+    } else {
+        // Without a server the library asks 127.0.0.1, which refuses at once.
+        provide("/etc/resolv.conf", "# This machine has no name server.\n")?;
+    }
     // What a kernel lacks of these is not worth a machine.
     for (name, value) in [
         // A panic ends the machine at once, and the host sees it.

@@ -1,0 +1,148 @@
+//! The short form of a policy: internet or not, what is open, what is closed.
+//!
+//! ```text
+//! a.example            ports 80 and 443 of this name
+//! *.a.example:8443     one port of all names below it
+//! 203.0.114.0/24       all ports of these addresses
+//! [2600:1f00::1]:22    one port of one address
+//! ```
+//!
+//! What is closed is closed whatever else is said. A list of what is open closes everything that is not on it.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Action, DefaultAction, Policy, PolicyError, Ports, Rule, names::NamePattern};
+
+/// What people say of a network who do not write rules.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SimplePolicy {
+    /// Whether there is an internet at all, but for what `allow` names.
+    pub internet: bool,
+    /// Open; if anything is, the rest is closed.
+    pub allow: Vec<String>,
+    /// Closed.
+    pub deny: Vec<String>,
+}
+
+impl Default for SimplePolicy {
+    fn default() -> Self {
+        Self { internet: true, allow: Vec::new(), deny: Vec::new() }
+    }
+}
+
+impl SimplePolicy {
+    /// As rules.
+    ///
+    /// # Errors
+    /// An entry is no destination; `field` is its place.
+    pub fn to_policy(&self) -> Result<Policy, PolicyError> {
+        let denied = rules("deny", Action::Deny, &self.deny)?;
+        let allowed = rules("allow", Action::Allow, &self.allow)?;
+        let closed = !self.internet || !self.allow.is_empty();
+        let default = if closed { DefaultAction::Deny } else { DefaultAction::AllowWeb };
+        Ok(Policy { default, rules: denied.into_iter().chain(allowed).collect(), ..Policy::default() })
+    }
+}
+
+fn rules(field: &str, action: Action, entries: &[String]) -> Result<Vec<Rule>, PolicyError> {
+    let rule = |(at, entry): (usize, &String)| {
+        let rule = Rule {
+            id: format!("{field} {entry}"),
+            action,
+            names: Vec::new(),
+            cidrs: Vec::new(),
+            ports: Vec::new(),
+            l7: None,
+            origin: None,
+        };
+        destination(rule, entry).ok_or_else(|| {
+            let problem = format!("{entry:?} is no destination; use a.example, *.a.example:8443 or 203.0.114.0/24");
+            PolicyError::new(format!("{field}[{at}]"), problem)
+        })
+    };
+    entries.iter().enumerate().map(rule).collect()
+}
+
+/// Fills in where a rule's destination is.
+fn destination(rule: Rule, entry: &str) -> Option<Rule> {
+    let (place, port) = split_port(entry);
+    let ports = match port {
+        None => Vec::new(),
+        Some(port) if !port.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-') => return None,
+        Some(port) => vec![port.parse().map_or_else(|_| Ports::Range(port.to_owned()), Ports::One)],
+    };
+    if is_network(place) {
+        return Some(Rule { cidrs: vec![place.to_owned()], ports, ..rule });
+    }
+    // Regular expressions hold colons of their own; they belong into rules.
+    let is_name = !place.starts_with('~') && NamePattern::parse(place).is_ok();
+    is_name.then(|| Rule { names: vec![place.to_owned()], ports, ..rule })
+}
+
+fn is_network(text: &str) -> bool {
+    text.parse::<ipnet::IpNet>().is_ok() || text.parse::<std::net::IpAddr>().is_ok()
+}
+
+fn split_port(entry: &str) -> (&str, Option<&str>) {
+    if let Some((address, rest)) = entry.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        return (address, rest.strip_prefix(':'));
+    }
+    match entry.split_once(':') {
+        // More than one colon without brackets is an IPv6 address or network.
+        Some((_, rest)) if rest.contains(':') => (entry, None),
+        Some((place, port)) => (place, Some(port)),
+        None => (entry, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{CompiledPolicy, Destination, Floor};
+
+    fn compiled(internet: bool, allow: &[&str], deny: &[&str]) -> CompiledPolicy {
+        let texts = |list: &[&str]| list.iter().map(|text| (*text).to_owned()).collect();
+        let simple = SimplePolicy { internet, allow: texts(allow), deny: texts(deny) };
+        CompiledPolicy::compile(&Floor::default(), &simple.to_policy().expect("a policy")).expect("compiles")
+    }
+
+    fn name(policy: &CompiledPolicy, name: &str, port: u16) -> bool {
+        policy.connect(Destination::Name(name), port, &[]).allowed
+    }
+
+    fn address(policy: &CompiledPolicy, text: &str, port: u16) -> bool {
+        policy.connect(Destination::Address(text.parse().expect("an address")), port, &[]).allowed
+    }
+
+    #[test]
+    fn the_web_is_open_by_default_and_nothing_else() {
+        let policy = compiled(true, &[], &[]);
+        assert!(name(&policy, "a.example", 443) && name(&policy, "a.example", 80));
+        assert!(!name(&policy, "a.example", 22) && !address(&policy, "10.0.0.1", 443));
+        let policy = compiled(false, &[], &[]);
+        assert!(!name(&policy, "a.example", 443));
+    }
+
+    #[test]
+    fn a_list_of_what_is_open_closes_the_rest_and_what_is_closed_stays_closed() {
+        let policy = compiled(true, &["a.example", "*.b.example:8443", "1.2.3.0/24", "[2600::1]:22"], &["x.b.example"]);
+        assert!(name(&policy, "a.example", 443) && !name(&policy, "a.example", 8443));
+        assert!(name(&policy, "y.b.example", 8443) && !name(&policy, "y.b.example", 443));
+        assert!(!name(&policy, "x.b.example", 8443) && !name(&policy, "c.example", 443));
+        assert!(address(&policy, "1.2.3.4", 5432) && !address(&policy, "1.2.4.4", 5432));
+        assert!(address(&policy, "2600::1", 22) && !address(&policy, "2600::1", 23));
+    }
+
+    #[test]
+    fn an_entry_that_is_no_destination_is_refused_with_its_place() {
+        for bad in ["", "http://a.example", "a b", "a.example/x", "~a:b", "1.2.3.4/40", "a..b"] {
+            let simple =
+                SimplePolicy { allow: vec!["a.example".to_owned(), bad.to_owned()], ..SimplePolicy::default() };
+            assert_eq!(simple.to_policy().expect_err(bad).field, "allow[1]");
+        }
+        let simple = SimplePolicy { allow: vec!["a.example:99999".to_owned()], ..SimplePolicy::default() };
+        let policy = simple.to_policy().expect("read");
+        assert!(CompiledPolicy::compile(&Floor::default(), &policy).is_err(), "no port has such a number");
+    }
+}
