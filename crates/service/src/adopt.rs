@@ -29,6 +29,7 @@ use crate::{
     error::{chain, store_error},
     live::Live,
     meter::{self, Past},
+    network::Names,
     owner::{Owner, Place},
 };
 
@@ -134,6 +135,12 @@ async fn find_place(
     state: SandboxState,
     machine: Option<Arc<dyn Machine>>,
 ) -> Result<Option<(Sandbox, Place)>, ServiceError> {
+    if let (Some(network), Some(machine)) = (&core.network, &machine) {
+        // Its old connections are reset by the gateway as they are used.
+        if let Err(error) = network.attach(core, machine, &sandbox, Names::AfterCrash).await {
+            warn!(id = %sandbox.id, error = &error as &dyn std::error::Error, "goes on without a network");
+        }
+    }
     let found = match (state, machine) {
         (SandboxState::Running, Some(machine)) => {
             // A snapshot that was cut off has left it halted.

@@ -4,7 +4,10 @@ use stockade_engine::Engine;
 use stockade_model::Prices;
 use stockade_store::Store;
 
-use crate::clock::{Clock, SystemClock};
+use crate::{
+    NetworkConfig,
+    clock::{Clock, SystemClock},
+};
 
 /// What a service is made of and how much it takes on.
 #[derive(Clone)]
@@ -44,6 +47,8 @@ pub struct ServiceConfig {
     pub keep_usage: Duration,
     /// What usage costs.
     pub prices: Prices,
+    /// Where guests get out; `None`: nowhere.
+    pub network: Option<NetworkConfig>,
     /// The wall clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -72,6 +77,7 @@ impl ServiceConfig {
             meter_period: Duration::from_secs(5),
             keep_usage: Duration::from_secs(400 * 24 * 3600),
             prices: Prices::default(),
+            network: Some(NetworkConfig::default()),
             clock: Arc::new(SystemClock),
         }
     }

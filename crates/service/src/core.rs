@@ -24,6 +24,7 @@ use crate::{
     dirs::StateDirs,
     live::Registry,
     meter::Meter,
+    network::Network,
     pool::Pool,
 };
 
@@ -38,6 +39,8 @@ pub(crate) struct Core {
     pub(crate) builds: Builds,
     pub(crate) dirs: StateDirs,
     pub(crate) meter: Meter,
+    /// Where guests get out, if anywhere.
+    pub(crate) network: Option<Arc<Network>>,
     /// One permit per restore under way, creates and the pool's alike.
     pub(crate) restores: Semaphore,
     creates: Arc<Count>,
@@ -63,9 +66,14 @@ impl Drop for Ticket {
 }
 
 impl Core {
-    pub(crate) fn new(config: ServiceConfig) -> Self {
+    pub(crate) fn new(config: ServiceConfig) -> Result<Self, ServiceError> {
         let count = |max| Arc::new(Count { now: AtomicUsize::new(0), max });
-        Self {
+        let network = config
+            .network
+            .clone()
+            .map(|network| Network::open(network, config.store.clone(), &config.state_dir).map(Arc::new));
+        Ok(Self {
+            network: network.transpose()?,
             registry: Registry::default(),
             pool: Pool::new(config.pool_size, config.pool_memory_mib << 20),
             builds: Builds::default(),
@@ -78,7 +86,7 @@ impl Core {
             tracker: TaskTracker::new(),
             stop: CancellationToken::new(),
             config,
-        }
+        })
     }
 
     pub(crate) fn engine(&self) -> &dyn Engine {

@@ -14,7 +14,7 @@ use base64::{Engine as _, prelude::BASE64_STANDARD};
 use jiff::Timestamp;
 use stockade_engine::{EngineError, Machine};
 use stockade_model::{MachineId, Sandbox, Template};
-use stockade_store::{Idempotency, IdempotencyRecord, TemplateRecord};
+use stockade_store::{Idempotency, IdempotencyRecord, NetworkRecord, TemplateRecord};
 use stockade_wire::machine::Identity;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -24,6 +24,7 @@ use crate::{
     core::{Core, Pauses},
     error::store_error,
     live::{Source, Take},
+    network::{Names, Told},
 };
 
 const ENTROPY_BYTES: usize = 48;
@@ -38,6 +39,8 @@ pub(crate) struct Order {
     /// A snapshot to start from, over the template.
     pub(crate) source: Option<Source>,
     pub(crate) lifetime: Duration,
+    /// Its network and the names its guest knows, to be kept with its record.
+    pub(crate) network: Option<NetworkRecord>,
     pub(crate) key: Option<Idempotency>,
 }
 
@@ -174,14 +177,20 @@ pub(crate) async fn bring_up(
     cancel: &CancellationToken,
 ) -> Result<(), Unmade> {
     let steps = async {
+        // First: the guest never runs without its policy.
+        let told = match &core.network {
+            Some(network) => network.attach(core, machine, sandbox, Names::Stored).await?,
+            None => Told::default(),
+        };
         machine.resume().await?;
         let guest = machine.guest().await?;
-        guest.set_identity(&identity(core.clock().now(), sandbox, template)).await
+        guest.set_identity(&identity(core.clock().now(), sandbox, template, told)).await?;
+        Ok(())
     };
     let patience = core.config.step_patience;
     tokio::select! {
         done = tokio::time::timeout(patience, steps) => match done {
-            Ok(done) => Ok(done?),
+            Ok(done) => done,
             Err(_) => Err(EngineError::GuestSilent { waited: patience, console: machine.console_tail() }.into()),
         },
         exit = machine.exited() => {
@@ -192,7 +201,7 @@ pub(crate) async fn bring_up(
     }
 }
 
-fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template) -> Identity {
+pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, told: Told) -> Identity {
     let mut entropy = [0; ENTROPY_BYTES];
     getrandom::fill(&mut entropy).expect("the kernel's random generator works once it is seeded");
     let mut env = template.env.clone();
@@ -201,6 +210,7 @@ fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template) -> Identity 
     if let Some(index) = sandbox.lineage.fork_index {
         env.insert(FORK_INDEX.to_owned(), index.to_string());
     }
+    env.extend(told.env);
     Identity {
         sandbox_id: sandbox.id.to_string(),
         template_id: template.id.to_string(),
@@ -211,6 +221,7 @@ fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template) -> Identity 
         default_user: template.default_user.clone(),
         default_cwd: template.default_cwd.clone(),
         files: BTreeMap::new(),
+        network: told.network,
     }
 }
 
@@ -318,7 +329,8 @@ mod tests {
             lineage: Lineage::default(),
             ending: None,
         };
-        let (one, other) = (identity(now, &sandbox, &template), identity(now, &sandbox, &template));
+        let identity = || identity(now, &sandbox, &template, Told::default());
+        let (one, other) = (identity(), identity());
         assert_ne!(one.entropy, other.entropy);
         assert!(BASE64_STANDARD.decode(&one.entropy).expect("base64").len() >= 32);
         assert_eq!(one.env, pairs(&[("A", "template"), ("B", "sandbox")]));

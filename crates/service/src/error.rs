@@ -59,6 +59,18 @@ pub enum ServiceError {
         /// As asked for.
         name: String,
     },
+    /// No such secret in the caller's sight.
+    #[error("secret {name:?} not found")]
+    SecretNotFound {
+        /// As asked for.
+        name: String,
+    },
+    /// The network cannot be had.
+    #[error("no network: {problem}")]
+    Network {
+        /// Why.
+        problem: String,
+    },
     /// A machine is just being started from the snapshot.
     #[error("snapshot {id} is being started from; try again in a moment")]
     SnapshotInUse {

@@ -157,6 +157,7 @@ async fn make_children(
     let template = template.ok_or_else(|| ServiceError::TemplateNotFound { name: name.to_owned() })?;
     let lifetime = request.lifetime.unwrap_or(parent.lifetime);
     let directory = core.dirs.path(Kind::Snapshot, &record.snapshot.id);
+    let network = core.store().network(record.snapshot.id.as_str()).await.map_err(store_error)?;
     let children = (0..request.count).zip(tickets).map(|(index, tickets)| {
         let source = Source {
             id: record.snapshot.id.clone(),
@@ -166,7 +167,8 @@ async fn make_children(
             take: Take::All,
             _lease: Some(core.dirs.lease(&record.snapshot.id)),
         };
-        let order = Order { template: template.clone(), source: Some(source), lifetime, key: None };
+        let (template, network) = (template.clone(), network.clone());
+        let order = Order { template, source: Some(source), lifetime, network, key: None };
         let child = child(core, parent, request, index, lifetime);
         Owner::spawn_create(core, child, order, tickets)
     });

@@ -23,6 +23,7 @@ mod keys;
 mod live;
 mod meter;
 mod metrics;
+mod network;
 mod owner;
 mod pause;
 mod paused;
@@ -44,9 +45,15 @@ pub use clock::{Clock, SystemClock};
 pub use config::ServiceConfig;
 pub use error::{ServiceError, StateOf};
 pub use metrics::MetricsSample;
+pub use network::{
+    AuditFilter, AuditLine, NetworkConfig, NetworkSpec, NetworkState, PreviewToken, Previews, SecretRequest, SecretUse,
+    check_secret_name,
+};
 pub use service::Service;
 pub use stockade_engine::SnapshotScope;
 pub use stockade_store::TemplateTag;
+pub use stockade_gateway::{Stats as NetworkStats, policy};
+pub use stockade_store::SecretRecord;
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 
 /// Who asks: found from an API key.
@@ -77,6 +84,8 @@ pub struct CreateSandbox {
     pub idle: IdleRules,
     /// From a snapshot: boot from its disk, whatever else is in it.
     pub from_disk: bool,
+    /// Where it may connect and with which secrets; `None`: as the deployment has it, or the snapshot it comes from.
+    pub network: Option<NetworkSpec>,
     /// The same key within a day gives the same sandbox; another request under it is refused.
     pub idempotency_key: Option<String>,
 }

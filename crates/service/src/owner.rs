@@ -192,7 +192,15 @@ impl Owner {
                 return;
             }
         }
-        let (made, killed) = self.make(&order, claimed).await;
+        let (made, killed) = match self.keep_network(&order).await {
+            Ok(()) => self.make(&order, claimed).await,
+            Err(error) => {
+                if let Some(machine) = claimed {
+                    create::remove_soon(&core, machine).await;
+                }
+                (Err(Unmade::Failed(error)), None)
+            }
+        };
         let made = match made {
             Ok(machine) => self.mark_running(&order, machine).await,
             Err(unmade) => Err(unmade),
@@ -215,6 +223,11 @@ impl Owner {
             (Err(Unmade::Failed(error)), None) => self.failed(error, reply).await,
             (Err(Unmade::Cancelled), None) => unreachable!("only a kill cancels"),
         }
+    }
+
+    async fn keep_network(&self, order: &Order) -> Result<(), ServiceError> {
+        let Some(network) = &order.network else { return Ok(()) };
+        self.core.store().put_network(self.sandbox.id.as_str(), network).await.map_err(store_error)
     }
 
     async fn make(

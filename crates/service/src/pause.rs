@@ -89,6 +89,9 @@ impl Owner {
         if let Err(unmade) = put_away {
             return self.undo(before, machine, unmade.into_error()).await;
         }
+        if let Some(network) = &core.network {
+            network.store_names_of(&self.sandbox.id).await;
+        }
         let rested = Sandbox { machine: None, saved: Some(saved), ..self.at_rest(state, tier) };
         if let Err(error) = self.put(rested).await {
             return self.undo(before, machine, error).await;

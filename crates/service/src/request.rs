@@ -21,6 +21,11 @@ pub(crate) fn check(request: &CreateSandbox, longest: Duration) -> Result<(), Se
     if let Some(name) = request.env.keys().find(|name| name.contains('=')) {
         return invalid("env", format!("has the name {name:?}: a name cannot contain \"=\""));
     }
+    if let Some(used) =
+        request.network.iter().flat_map(|spec| &spec.secrets).find(|used| request.env.contains_key(&used.env))
+    {
+        return invalid("env", format!("has a value for {}, which is to hold a secret's token", used.env));
+    }
     match &request.idempotency_key {
         Some(key) if key.is_empty() || key.len() > LONGEST_KEY => {
             invalid("idempotency_key", format!("must have 1 to {LONGEST_KEY} bytes"))
@@ -99,6 +104,7 @@ pub(crate) fn digest(store: &Store, request: &CreateSandbox) -> Vec<u8> {
         auto_resume,
         idle,
         from_disk,
+        network,
         idempotency_key: _,
     } = request;
     let mut canonical = serde_json::json!([template, lifetime.as_nanos().to_string(), metadata, env]);
@@ -109,6 +115,9 @@ pub(crate) fn digest(store: &Store, request: &CreateSandbox) -> Vec<u8> {
     }
     if *from_disk {
         canonical = serde_json::json!([canonical, "from_disk"]);
+    }
+    if let Some(network) = network {
+        canonical = serde_json::json!([canonical, "network", network]);
     }
     store.request_digest(canonical.to_string().as_bytes())
 }

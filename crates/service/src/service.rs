@@ -8,11 +8,11 @@ use stockade_model::{
     EndCause, Ending, LifeRules, Lineage, Sandbox, SandboxId, SandboxState, Secret, TemplateState, Tier,
 };
 use stockade_store::{
-    Idempotency, IdempotencyRecord, SandboxEvent, SandboxQuery, SnapshotRecord, Store, TemplateRecord,
+    Idempotency, IdempotencyRecord, NetworkRecord, SandboxEvent, SandboxQuery, SnapshotRecord, Store, TemplateRecord,
 };
 
 use crate::{
-    CreateSandbox, LifeChange, ListFilter, MetricsSample, Page, PauseMode, Principal, ServiceError,
+    CreateSandbox, LifeChange, ListFilter, MetricsSample, NetworkSpec, Page, PauseMode, Principal, ServiceError,
     clock::deadline_after,
     core::Core,
     create::{Created, Order},
@@ -79,8 +79,9 @@ impl Service {
         }
         let tickets = core.admit()?;
         core.engine().check_capacity(&template.template.shape)?;
+        let network = self.network_of(who, request.network.clone(), from.as_ref()).await?;
         let sandbox = self.first_record(who, &request, &template.template, from);
-        let order = Order { template, source, lifetime: request.lifetime, key };
+        let order = Order { template, source, lifetime: request.lifetime, network, key };
         match Owner::spawn_create(core, sandbox, order, tickets).await {
             Ok(Ok(Created::New(sandbox))) => Ok(*sandbox),
             Ok(Ok(Created::Existing(earlier))) => self.join(who, &earlier, &digest).await,
@@ -111,6 +112,26 @@ impl Service {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// The network of a new sandbox. `from`: the snapshot it is made from.
+    async fn network_of(
+        &self,
+        who: &Principal,
+        spec: Option<NetworkSpec>,
+        from: Option<&SnapshotRecord>,
+    ) -> Result<Option<NetworkRecord>, ServiceError> {
+        let core = &self.handle.core;
+        if spec.is_none() && core.network.is_none() {
+            return Ok(None);
+        }
+        let network = core.network()?;
+        let from = match from {
+            Some(from) => self.store().network(from.snapshot.id.as_str()).await.map_err(store_error)?,
+            None => None,
+        };
+        let settings = network.new_settings(&who.workspace, spec, from.as_ref()).await?.to_json();
+        Ok(Some(NetworkRecord { settings, names: from.map(|from| from.names).unwrap_or_default() }))
     }
 
     fn first_record(

@@ -61,9 +61,16 @@ impl Owner {
                 record.snapshot.memory_bytes = report.memory_bytes;
                 record.snapshot.disk_bytes = report.disk_bytes;
                 record.snapshot.paused = report.paused;
-                let ready =
-                    if plan.is_ephemeral { Ok(()) } else { core.store().mark_snapshot_ready(&record.snapshot).await };
-                ready.map_err(store_error)
+                let ready = async {
+                    if let Some(network) = &core.network {
+                        network.keep_for(&self.sandbox.id, &id).await?;
+                    }
+                    if plan.is_ephemeral {
+                        return Ok(());
+                    }
+                    core.store().mark_snapshot_ready(&record.snapshot).await.map_err(store_error)
+                };
+                ready.await
             }
             Err(unmade) => Err(unmade.into_error()),
         };

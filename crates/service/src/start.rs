@@ -18,10 +18,14 @@ impl Service {
     /// # Errors
     /// The store cannot be read or written.
     pub async fn start(config: ServiceConfig) -> Result<Self, ServiceError> {
-        let core = Arc::new(Core::new(config));
+        let core = Arc::new(Core::new(config)?);
         // Made before anything is adopted: if this fails half-way, the owner tasks end with it.
         let service = Self { handle: Arc::new(Handle { core: Arc::clone(&core) }) };
         core.dirs.prepare().await?;
+        if let Some(network) = &core.network {
+            core.spawn(Arc::clone(&network.audit).write(core.store().clone()));
+            core.spawn(Arc::clone(network).keep_names());
+        }
         adopt::adopt_all(&core).await?;
         templates::fill_pool(&core).await?;
         if core.config.pool_size > 0 {
@@ -65,6 +69,10 @@ impl Service {
         }
         if let Err(error) = core.meter.flush(core).await {
             warn!(error = &error as &dyn std::error::Error, "last usage not written");
+        }
+        if let Some(network) = &core.network {
+            network.store_all_names().await;
+            network.audit.flush().await;
         }
         self.cut().await;
     }

@@ -10,28 +10,36 @@
 //! that another database can follow.
 //!
 //! Secrets: API keys are kept as SHA-256 (they have 160 random bits); access tokens are derived from
-//! the sandbox id, never kept; environments are sealed. The key for both is in a file of its own
+//! the sandbox id, never kept; environments, networks and the secrets of users are sealed. The key for both is in a file of its own
 //! beside the database ([`SecretFile`]), so that a copied database alone gives nothing away.
 
+mod audit;
 mod error;
 mod idempotency;
 mod keys;
 mod list;
+mod networks;
 mod open;
 mod rows;
 mod sandboxes;
 mod seal;
+mod secrets;
 mod snapshots;
 mod templates;
 mod usage;
 
+pub use audit::{AuditQuery, AuditRow};
 pub use error::StoreError;
 pub use idempotency::{Idempotency, IdempotencyRecord};
 pub use keys::ApiKeyRecord;
 pub use list::{SandboxPage, SandboxQuery};
+pub use networks::NetworkRecord;
 pub use open::Store;
 pub use sandboxes::{Inserted, SandboxEvent};
 pub use seal::SecretFile;
 pub use snapshots::{SnapshotPage, SnapshotPurpose, SnapshotQuery, SnapshotRecord};
 pub use templates::{Built, DEFAULT_TAG, TemplateRecord, TemplateTag};
+pub use secrets::SecretRecord;
+pub use snapshots::{SnapshotPage, SnapshotQuery, SnapshotRecord};
+pub use templates::TemplateRecord;
 pub use usage::{Metered, UsageQuery, UsageRow};

@@ -39,6 +39,11 @@ impl Store {
         self.secret.access_token(id)
     }
 
+    /// The token of a link to one port of a sandbox that works until a time, in seconds since the epoch.
+    pub fn preview_token(&self, id: &SandboxId, port: u16, expires: i64) -> stockade_model::Secret {
+        self.secret.preview_token(id, port, expires)
+    }
+
     /// Writes a new record, in state `creating`, unless the idempotency key is taken.
     ///
     /// # Errors

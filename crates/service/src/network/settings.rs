@@ -1,0 +1,230 @@
+//! A sandbox's network as its owner writes it, and as it is kept.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use stockade_gateway::{
+    broker,
+    policy::{OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution},
+};
+
+use crate::ServiceError;
+
+const MOST_SECRETS: usize = 64;
+
+/// A sandbox's network: either the short form (`internet`, `allow`, `deny`) or a whole `policy`, and the secrets its
+/// guest may use without having them.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct NetworkSpec {
+    /// False: no internet, but for what `allow` names.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub internet: Option<bool>,
+    /// Destinations that are open: `a.example`, `*.a.example:8443`, `203.0.114.0/24`. If there is any, the rest is closed.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub allow: Vec<String>,
+    /// Destinations that are closed, whatever else is said.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub deny: Vec<String>,
+    /// Instead of the three above: ordered rules, conditions on requests, headers to be set.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<Policy>,
+    /// Secrets the guest uses by a token.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub secrets: Vec<SecretUse>,
+    /// Who may look at its ports by their host names.
+    #[serde(skip_serializing_if = "Previews::is_default")]
+    pub previews: Previews,
+}
+
+/// Who may look at a sandbox's ports by their host names (`<port>-<id>.<base domain>`).
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Previews {
+    /// Who has a link of its owner's, or the owner's key.
+    #[default]
+    Private,
+    /// Everybody who knows the sandbox's id.
+    Public,
+}
+
+impl Previews {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// A secret the guest uses by a token: the token is in the guest's environment and becomes the secret's value in
+/// requests to the hosts it may go to, outside of the guest.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SecretUse {
+    /// The secret's name.
+    pub secret: String,
+    /// The environment variable that holds the token.
+    pub env: String,
+    /// Where it may go; empty: wherever the secret may.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hosts: Vec<String>,
+    /// In which parts of a request it is replaced.
+    #[serde(rename = "in", default)]
+    pub places: Places,
+    /// Only in these headers; empty: all but those that servers are known to echo.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub header_names: Vec<String>,
+    /// What happens to a request that carries the token to another host.
+    #[serde(default)]
+    pub other_host: OtherHost,
+    /// Put the token in place of the value in what hosts answer.
+    #[serde(default)]
+    pub mask_echo: bool,
+}
+
+/// What is kept of a network.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Settings {
+    /// Counts up with each change.
+    pub(crate) revision: u64,
+    /// As it was written, `hosts` filled in.
+    pub(crate) spec: NetworkSpec,
+    /// By environment variable.
+    tokens: BTreeMap<String, Token>,
+}
+
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+struct Token {
+    secret: String,
+    text: String,
+}
+
+pub(crate) fn policy_error(error: PolicyError) -> ServiceError {
+    ServiceError::Invalid { field: "network", problem: error.to_string() }
+}
+
+impl Settings {
+    /// Of a new sandbox. `hosts`: where its secrets may go, by their names.
+    pub(crate) fn first(spec: NetworkSpec, hosts: BTreeMap<String, Vec<String>>) -> Result<Self, ServiceError> {
+        Self { revision: 0, spec: NetworkSpec::default(), tokens: BTreeMap::new() }.changed(spec, &hosts)
+    }
+
+    /// The same sandbox's, or one's that has its memory, with another spec: tokens its guest knows stay as they are.
+    pub(crate) fn changed(
+        &self,
+        mut spec: NetworkSpec,
+        hosts: &BTreeMap<String, Vec<String>>,
+    ) -> Result<Self, ServiceError> {
+        check(&spec)?;
+        let mut tokens = BTreeMap::new();
+        for used in &mut spec.secrets {
+            if used.hosts.is_empty() {
+                used.hosts.clone_from(
+                    hosts
+                        .get(&used.secret)
+                        .ok_or_else(|| ServiceError::SecretNotFound { name: used.secret.clone() })?,
+                );
+            }
+            let known = self.tokens.get(&used.env).filter(|token| token.secret == used.secret).cloned();
+            let new = || Token { secret: used.secret.clone(), text: broker::placeholder() };
+            tokens.insert(used.env.clone(), known.unwrap_or_else(new));
+        }
+        Ok(Self { revision: self.revision + 1, spec, tokens })
+    }
+
+    /// The policy of the sandbox's own layer.
+    pub(crate) fn policy(&self) -> Result<Policy, ServiceError> {
+        let mut policy = match &self.spec.policy {
+            Some(policy) => policy.clone(),
+            None => {
+                let NetworkSpec { internet, allow, deny, .. } = self.spec.clone();
+                let simple = SimplePolicy { internet: internet.unwrap_or(true), allow, deny };
+                simple.to_policy().map_err(policy_error)?
+            }
+        };
+        policy.revision = self.revision;
+        policy.substitutions.extend(self.spec.secrets.iter().filter_map(|used| {
+            let token = self.tokens.get(&used.env)?;
+            Some(Substitution {
+                placeholder: token.text.clone(),
+                secret: used.secret.clone(),
+                hosts: used.hosts.clone(),
+                places: used.places,
+                header_names: used.header_names.clone(),
+                other_host: used.other_host,
+                mask_echo: used.mask_echo,
+            })
+        }));
+        Ok(policy)
+    }
+
+    /// What the guest's processes hold in place of secrets.
+    pub(crate) fn env(&self) -> BTreeMap<String, String> {
+        self.tokens.iter().map(|(env, token)| (env.clone(), token.text.clone())).collect()
+    }
+
+    pub(crate) fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("settings have string keys and no failing serialisers")
+    }
+
+    pub(crate) fn from_json(text: &str) -> Result<Self, ServiceError> {
+        serde_json::from_str(text).map_err(|error| ServiceError::Store(Box::new(error)))
+    }
+}
+
+fn check(spec: &NetworkSpec) -> Result<(), ServiceError> {
+    let invalid = |problem: String| Err(ServiceError::Invalid { field: "network", problem });
+    if spec.policy.is_some() && (spec.internet.is_some() || !spec.allow.is_empty() || !spec.deny.is_empty()) {
+        return invalid("takes either `policy` or `internet`, `allow` and `deny`, not both".to_owned());
+    }
+    if spec.secrets.len() > MOST_SECRETS {
+        return invalid(format!("has {} secrets, the most is {MOST_SECRETS}", spec.secrets.len()));
+    }
+    let mut seen = std::collections::BTreeSet::new();
+    for (at, used) in spec.secrets.iter().enumerate() {
+        let is_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+        if used.env.is_empty() || used.env.starts_with(|c: char| c.is_ascii_digit()) || !used.env.bytes().all(is_name) {
+            return invalid(format!("secrets[{at}].env: {:?} is no name of an environment variable", used.env));
+        }
+        if !seen.insert(&used.env) {
+            return invalid(format!("secrets[{at}].env: {} is there twice", used.env));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(text: &str) -> NetworkSpec {
+        serde_json::from_str(text).expect("a spec")
+    }
+
+    fn hosts() -> BTreeMap<String, Vec<String>> {
+        BTreeMap::from([("github".to_owned(), vec!["api.github.com".to_owned()])])
+    }
+
+    #[test]
+    fn a_token_stays_the_same_through_changes_and_is_new_in_another_sandbox() {
+        let using = r#"{"secrets": [{"secret": "github", "env": "TOKEN"}]}"#;
+        let first = Settings::first(spec(using), hosts()).expect("settings");
+        let again = first.changed(spec(using), &hosts()).expect("settings");
+        assert_eq!(first.env(), again.env());
+        assert_eq!((first.revision, again.revision), (1, 2));
+        let other = Settings::first(spec(using), hosts()).expect("settings");
+        assert_ne!(first.env(), other.env());
+        let policy = Settings::from_json(&again.to_json()).expect("read back").policy().expect("a policy");
+        assert_eq!(policy.substitutions[0].hosts, ["api.github.com"]);
+        assert_eq!(policy.substitutions[0].placeholder, first.env()["TOKEN"]);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_by_name() {
+        let refused = |text: &str| Settings::first(spec(text), hosts()).expect_err(text).to_string();
+        assert!(refused(r#"{"internet": false, "policy": {}}"#).contains("not both"));
+        assert!(refused(r#"{"secrets": [{"secret": "github", "env": "A-B"}]}"#).contains("secrets[0].env"));
+        assert!(refused(r#"{"secrets": [{"secret": "x", "env": "A"}]}"#).contains("\"x\""));
+        let twice = r#"{"secrets": [{"secret": "github", "env": "A"}, {"secret": "github", "env": "A"}]}"#;
+        assert!(refused(twice).contains("secrets[1].env: A is there twice"));
+        assert!(serde_json::from_str::<NetworkSpec>(r#"{"allow_list": []}"#).is_err());
+    }
+}

@@ -1,0 +1,165 @@
+//! What callers can ask and change about a sandbox's network.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use http::{Method, Uri};
+use stockade_gateway::{Stats, policy::Explanation};
+use stockade_model::{SandboxId, SnapshotId, WorkspaceId};
+use stockade_store::NetworkRecord;
+
+use super::{Network, NetworkSpec, Settings, Told};
+use crate::{
+    Principal, Service, ServiceError,
+    core::Core,
+    create,
+    error::store_error,
+    service::{Found, ended},
+};
+
+/// A sandbox's network now.
+#[derive(Clone, Debug)]
+pub struct NetworkState {
+    /// Counts up with each change.
+    pub revision: u64,
+    /// What its owner wrote.
+    pub spec: NetworkSpec,
+    /// Its connections and bytes, while it is attached.
+    pub stats: Option<Stats>,
+}
+
+impl Network {
+    /// The settings of a new sandbox. `from`: the snapshot whose memory its guest will have.
+    pub(crate) async fn new_settings(
+        &self,
+        workspace: &WorkspaceId,
+        spec: Option<NetworkSpec>,
+        from: Option<&NetworkRecord>,
+    ) -> Result<Settings, ServiceError> {
+        let settings = match (spec, from) {
+            (None, Some(from)) => return Settings::from_json(&from.settings),
+            (Some(spec), Some(from)) => {
+                let hosts = self.hosts_of(workspace, &spec).await?;
+                Settings::from_json(&from.settings)?.changed(spec, &hosts)?
+            }
+            (spec, None) => {
+                let spec = spec.unwrap_or_else(|| self.default.clone());
+                let hosts = self.hosts_of(workspace, &spec).await?;
+                Settings::first(spec, hosts)?
+            }
+        };
+        self.check(&self.layers(&settings)?)?;
+        Ok(settings)
+    }
+
+    /// Where the secrets a spec uses may go.
+    async fn hosts_of(
+        &self,
+        workspace: &WorkspaceId,
+        spec: &NetworkSpec,
+    ) -> Result<BTreeMap<String, Vec<String>>, ServiceError> {
+        let mut hosts = BTreeMap::new();
+        for used in &spec.secrets {
+            let found = self.store.secret(workspace, &used.secret).await.map_err(store_error)?;
+            let (record, _) = found.ok_or_else(|| super::secrets::not_found(&used.secret))?;
+            hosts.insert(record.name, record.hosts);
+        }
+        Ok(hosts)
+    }
+
+    /// Keeps a sandbox's network for what is made from a snapshot of it. After the snapshot was taken: names its guest
+    /// learned since do no harm.
+    pub(crate) async fn keep_for(&self, sandbox: &SandboxId, snapshot: &SnapshotId) -> Result<(), ServiceError> {
+        self.store_names_of(sandbox).await;
+        let Some(record) = self.store.network(sandbox.as_str()).await.map_err(store_error)? else { return Ok(()) };
+        self.store.put_network(snapshot.as_str(), &record).await.map_err(store_error)
+    }
+}
+
+impl Core {
+    /// The network, where this server has one.
+    pub(crate) fn network(&self) -> Result<&Arc<Network>, ServiceError> {
+        self.network.as_ref().ok_or_else(|| ServiceError::Network { problem: "this server has none".to_owned() })
+    }
+}
+
+#[expect(clippy::missing_errors_doc, reason = "as for the other verbs")]
+impl Service {
+    /// A sandbox's network.
+    pub async fn network(&self, who: &Principal, id: &SandboxId) -> Result<NetworkState, ServiceError> {
+        let settings = self.network_settings(who, id).await?;
+        let stats = self.handle.core.network()?.control(id).map(|control| control.stats());
+        Ok(NetworkState { revision: settings.revision, spec: settings.spec, stats })
+    }
+
+    /// Changes a sandbox's network as a whole. When this returns it is in force: connections it does not allow have
+    /// been reset. Processes that run keep their environment; new ones have the tokens of new secrets.
+    pub async fn set_network(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        spec: NetworkSpec,
+    ) -> Result<NetworkState, ServiceError> {
+        let core = &self.handle.core;
+        let network = core.network()?;
+        if let Found::Ended(sandbox) = self.find(who, id).await? {
+            return Err(ended(*sandbox));
+        }
+        let hosts = network.hosts_of(&who.workspace, &spec).await?;
+        let _turn = network.changes.lock().await;
+        let old = self.network_settings(who, id).await?;
+        let new = old.changed(spec, &hosts)?;
+        let layers = network.layers(&new)?;
+        network.check(&layers)?;
+        let json = new.to_json();
+        core.store().put_network_settings(id.as_str(), &json).await.map_err(store_error)?;
+        let control = network.control(id);
+        if let Some(control) = &control {
+            control.set_policy(&layers).map_err(super::settings::policy_error)?;
+        }
+        if new.env() != old.env() {
+            self.tell_environment(id, new.env()).await?;
+        }
+        let stats = control.map(|control| control.stats());
+        Ok(NetworkState { revision: new.revision, spec: new.spec, stats })
+    }
+
+    /// What would happen to a request of the guest, and why. `tcp://host:port` stands for plain TCP.
+    pub async fn explain(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        method: &str,
+        url: &str,
+    ) -> Result<Explanation, ServiceError> {
+        let invalid = |field, problem: &str| ServiceError::Invalid { field, problem: problem.to_owned() };
+        let method = Method::from_bytes(method.as_bytes()).map_err(|_| invalid("method", "is no HTTP method"))?;
+        let url: Uri = url.parse().map_err(|_| invalid("url", "is no URL"))?;
+        let network = self.handle.core.network()?;
+        let layers = network.layers(&self.network_settings(who, id).await?)?;
+        network.gateway.explain(&layers, &method, &url).await.map_err(super::settings::policy_error)
+    }
+
+    /// Has new processes of a running guest find the tokens it may use from now on.
+    async fn tell_environment(&self, id: &SandboxId, env: BTreeMap<String, String>) -> Result<(), ServiceError> {
+        let core = &self.handle.core;
+        let Some(live) = core.registry.get(id) else { return Ok(()) };
+        let view = live.view.borrow().clone();
+        // One that does not run is told when it does again.
+        let Some(machine) = view.machine else { return Ok(()) };
+        let sandbox = view.sandbox;
+        let template =
+            core.store().template(&sandbox.workspace, sandbox.template.as_str()).await.map_err(store_error)?;
+        let Some(template) = template else { return Ok(()) };
+        let network = Some(core.network()?.for_guest());
+        let identity = create::identity(core.clock().now(), &sandbox, &template.template, Told { network, env });
+        machine.guest().await?.set_identity(&identity).await?;
+        Ok(())
+    }
+
+    async fn network_settings(&self, who: &Principal, id: &SandboxId) -> Result<Settings, ServiceError> {
+        // Also tells whether the caller may know of it.
+        self.get(who, id).await?;
+        let record = self.store().network(id.as_str()).await.map_err(store_error)?;
+        self.handle.core.network()?.settings_of(record.as_ref())
+    }
+}
