@@ -107,6 +107,18 @@ impl ApiError {
     }
 }
 
+/// The error and its causes, each once.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
 impl fmt::Display for ApiError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
@@ -139,6 +151,10 @@ impl From<ServiceError> for ApiError {
             ServiceError::BuildNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "build_not_found", message),
             ServiceError::TemplateInUse { .. } => Self::new(StatusCode::CONFLICT, "template_in_use", message)
                 .hint("end the sandboxes and delete the snapshots made from it first"),
+            ServiceError::SecretNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "secret_not_found", message)
+                .hint("GET /v1/secrets lists the secrets there are"),
+            ServiceError::Network { .. } => Self::new(StatusCode::CONFLICT, "no_network", message)
+                .hint("the operator's network settings say what there is"),
             ServiceError::SnapshotInUse { .. } => Self::new(StatusCode::CONFLICT, "snapshot_in_use", message),
             ServiceError::SandboxNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", message)
                 .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),

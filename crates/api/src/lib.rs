@@ -3,7 +3,7 @@
 //! ```text
 //! socket --> server (h1 / h2, TLS) --> hosts (by name) --+--> native      <base>, localhost, IP
 //!                                                        +--> adapters    api.e2b.<base>, <port>-<id>.e2b.<base>
-//!                                                        +--> (previews)  <port>-<id>.<base>
+//!                                                        +--> edge        <port>-<id>.<base>
 //! ```
 //!
 //! Everything below this crate speaks in the words of `stockade-model`; field names of any API, ours
@@ -15,6 +15,7 @@ use stockade_service::Service;
 
 pub mod adapters;
 mod auth;
+mod edge;
 mod error;
 mod extract;
 mod hosts;

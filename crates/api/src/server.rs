@@ -41,7 +41,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
 use crate::{
-    ApiError, AppState, adapters,
+    ApiError, AppState, adapters, edge,
     hosts::{self, Destination, HostError},
     native,
     tls::{Certificate, Tls, TlsError},
@@ -300,6 +300,7 @@ struct Front {
     native: Router,
     e2b_control: Router,
     e2b_sandbox: Router,
+    preview: Router,
     base_domain: Arc<str>,
 }
 
@@ -309,6 +310,7 @@ impl Front {
             native: native::router(state.clone()),
             e2b_control: adapters::e2b::control_router(state.clone()),
             e2b_sandbox: adapters::e2b::sandbox_router(state.clone()),
+            preview: edge::router(state.clone()),
             base_domain: Arc::clone(&state.base_domain),
         }
     }
@@ -336,7 +338,10 @@ impl Front {
                 request.extensions_mut().insert(sandbox);
                 &self.e2b_sandbox
             }
-            Ok(Destination::Preview(_)) => return refuse_host(HostError::Unknown),
+            Ok(Destination::Preview(sandbox)) => {
+                request.extensions_mut().insert(sandbox);
+                &self.preview
+            }
             Err(error) => return refuse_host(error),
         };
         router.clone().oneshot(request).await.unwrap_or_else(|never| match never {})

@@ -40,6 +40,4 @@ pub use seal::SecretFile;
 pub use snapshots::{SnapshotPage, SnapshotPurpose, SnapshotQuery, SnapshotRecord};
 pub use templates::{Built, DEFAULT_TAG, TemplateRecord, TemplateTag};
 pub use secrets::SecretRecord;
-pub use snapshots::{SnapshotPage, SnapshotQuery, SnapshotRecord};
-pub use templates::TemplateRecord;
 pub use usage::{Metered, UsageQuery, UsageRow};

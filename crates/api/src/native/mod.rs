@@ -25,9 +25,12 @@ mod download;
 mod exec;
 mod files;
 mod lifecycle;
+mod network;
+mod ports;
 mod processes;
 mod run;
 mod sandboxes;
+mod secrets;
 mod snapshots;
 mod stream;
 mod templates;
@@ -46,6 +49,9 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(sandboxes::routes())
         .merge(lifecycle::routes())
         .merge(snapshots::routes())
+        .merge(network::routes())
+        .merge(secrets::routes())
+        .merge(ports::routes())
         .merge(exec::routes())
         .merge(run::routes())
         .merge(processes::routes())

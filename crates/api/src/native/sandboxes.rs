@@ -8,7 +8,7 @@ use axum::{
 };
 use serde::{Deserialize, Serialize};
 use stockade_model::{EndCause, IdleRules, MachineShape, OnTimeout, Sandbox, SandboxState, Tier};
-use stockade_service::{CreateSandbox, LifeChange, ListFilter};
+use stockade_service::{CreateSandbox, LifeChange, ListFilter, NetworkSpec};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
 use super::{guest, sandbox_id, show_time, show_unix_ms};
@@ -65,6 +65,9 @@ pub(super) struct CreateRequest {
     #[serde(default = "default_memory")]
     #[schema(default = true)]
     memory: bool,
+    /// What it may reach and with which secrets; left out: as the deployment has it, or the snapshot it comes from.
+    #[serde(default)]
+    network: Option<NetworkSpec>,
 }
 
 fn default_memory() -> bool {
@@ -278,6 +281,7 @@ async fn create(
         auto_resume: request.auto_resume,
         idle: request.idle.rules()?,
         from_disk: !request.memory,
+        network: request.network,
         idempotency_key: idempotency_key(&headers)?,
     };
     let sandbox = state.service.create(&caller.0, create).await?;

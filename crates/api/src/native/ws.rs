@@ -112,7 +112,7 @@ async fn attach(
     Ok(start(upgrade, state, async move |socket, state| serve(socket, guest, events, &state).await))
 }
 
-fn checked(upgrade: Upgrade) -> Result<WebSocketUpgrade, ApiError> {
+pub(super) fn checked(upgrade: Upgrade) -> Result<WebSocketUpgrade, ApiError> {
     upgrade.map_err(|rejection| {
         ApiError::new(StatusCode::UPGRADE_REQUIRED, "websocket_required", "this route speaks WebSocket")
             .hint("send a WebSocket handshake over HTTP/1.1")
@@ -121,7 +121,7 @@ fn checked(upgrade: Upgrade) -> Result<WebSocketUpgrade, ApiError> {
 }
 
 /// Hands the socket to `talk` in a task the server waits for when it stops.
-fn start<F, Fut>(upgrade: WebSocketUpgrade, state: AppState, talk: F) -> Response
+pub(super) fn start<F, Fut>(upgrade: WebSocketUpgrade, state: AppState, talk: F) -> Response
 where
     F: FnOnce(WebSocket, AppState) -> Fut + Send + 'static,
     Fut: Future<Output = ()> + Send,

@@ -13,6 +13,7 @@ fn operations(sandbox: &str) -> Vec<(Method, String)> {
     for (path, item) in paths {
         let path = path.replace("{id}", sandbox).replace("{process}", "1").replace("{template}", "base");
         let path = path.replace("{snapshot}", "snapaaaaaaaaaaaaaaaaaaaa").replace("{context}", "any");
+        let path = path.replace("{port}", "80").replace("{name}", "any");
         for method in item.as_object().expect("operations").keys().filter(|key| *key != "parameters") {
             operations.push((method.to_uppercase().parse().expect("a method"), path.clone()));
         }
@@ -73,7 +74,7 @@ async fn a_foreign_sandbox_is_as_unknown_as_one_that_never_was() {
         let request = |path: &str| {
             let request = t.client.request(method.clone(), t.url(path)).bearer_auth(&t.stranger);
             let request = match body(path) {
-                Some(body) if method == Method::POST || method == Method::PATCH => request.json(&body),
+                Some(body) if takes_json(&method, path) => request.json(&body),
                 _ => request,
             };
             if path.contains("/ws") { websocket(request) } else { request }
@@ -101,6 +102,10 @@ fn with_parameters(method: &Method, path: &str) -> String {
     if is_files_query { format!("{path}?path=/tmp") } else { path.to_owned() }
 }
 
+fn takes_json(method: &Method, path: &str) -> bool {
+    method == Method::POST || method == Method::PATCH || method == Method::PUT && path.ends_with("/network")
+}
+
 /// A body each route accepts, so that nothing but the sandbox is wrong.
 fn body(path: &str) -> Option<Value> {
     use serde_json::json;
@@ -110,6 +115,9 @@ fn body(path: &str) -> Option<Value> {
         "pause" | "resume" | "snapshots" | "fork" => json!({}),
         "code" => json!({"code": "1"}),
         "contexts" | "restart" => json!({}),
+        "network" => json!({}),
+        "previews" => json!({"port": 80}),
+        "explain" => json!({"url": "https://a.example/"}),
         "rollback" => json!({"snapshot": "any"}),
         "extend" => json!({"lifetime_seconds": 10}),
         "signal" => json!({"signal": "TERM"}),

@@ -44,7 +44,7 @@ async fn hostile_hosts_get_a_clear_no() {
         ("0-x.e2b.stockade.localhost", 400, "Invalid sandbox port"),
         ("80-.e2b.stockade.localhost", 400, "Invalid sandbox ID"),
         ("sandbox.e2b.stockade.localhost", 400, "E2b-Sandbox-Id"),
-        ("80-x.stockade.localhost", 404, "unknown_host"),
+        ("80-x.stockade.localhost", 401, "preview_closed"),
         ("other.stockade.localhost", 404, "unknown_host"),
     ];
     for (host, status, words) in cases {

@@ -23,6 +23,7 @@ fn create_request() -> CreateRequest {
         metadata: Default::default(),
         env: Default::default(),
         rules: Default::default(),
+        network: None,
     }
 }
 

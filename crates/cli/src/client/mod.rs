@@ -18,8 +18,10 @@ mod events;
 mod exec;
 mod files;
 mod lifecycle;
+mod network;
 mod sandboxes;
 mod socket;
+mod tunnel;
 mod types;
 
 pub(crate) use code::{CodeContext, CodeEvent, CodeRequest};

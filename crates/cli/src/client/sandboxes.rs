@@ -24,6 +24,8 @@ pub(crate) struct CreateRequest {
     /// How it lives on without being asked.
     #[serde(flatten)]
     pub(crate) rules: Map<String, Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) network: Option<Value>,
 }
 
 /// Which sandboxes to list.

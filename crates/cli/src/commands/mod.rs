@@ -21,10 +21,12 @@ pub(crate) mod env;
 mod exec;
 mod fork;
 mod lifecycle;
+mod network;
 mod run;
 mod sandboxes;
 mod snapshots;
 mod template;
+mod tunnel;
 mod usage;
 mod version;
 
@@ -78,6 +80,11 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Promote(args) => lifecycle::promote(&context(&common)?, args).await,
         Command::Usage(args) => usage::usage(&context(&common)?, args).await,
         Command::Cp(args) => cp::cp(&context(&common)?, args).await,
+        Command::Preview(args) => tunnel::preview(&context(&common)?, args).await,
+        Command::Tunnel(args) => tunnel::tunnel(&context(&common)?, args).await,
+        Command::Policy(args) => network::policy(&context(&common)?, args).await,
+        Command::Secret(args) => network::secret(&context(&common)?, args).await,
+        Command::Audit(args) => network::audit(&context(&common)?, args).await,
         Command::Template(args) => template::template(&context(&common)?, args).await,
         Command::Version => version::version(&common, ui).await,
         Command::Env(args) => env::env(&common, ui, args),

@@ -15,6 +15,7 @@ use super::{
     Context,
     attend::{OnSignal, Signals, code_of_signal},
     exec::{request, start_and_attend},
+    network::spec,
 };
 use crate::{
     args::Run,
@@ -38,6 +39,7 @@ pub(super) async fn run(context: &Context, args: Run) -> Result<u8, Failure> {
         metadata: args.making.metadata.into_iter().collect(),
         env: args.making.env.into_iter().collect(),
         rules: <_>::default(),
+        network: spec(&args.making.network),
     };
     let sandbox = match create_unless_signalled(&context.client, create, &mut signals).await? {
         Created::Sandbox(sandbox) => sandbox,

@@ -3,7 +3,7 @@
 use jiff::{Timestamp, tz::TimeZone};
 use serde_json::{Value, json};
 
-use super::{Context, lifecycle::rules};
+use super::{Context, lifecycle::rules, network::spec};
 use crate::{
     args::{Create, Extend, Kill, Ls, One},
     client::{CreateRequest, ListQuery, Sandbox},
@@ -20,6 +20,7 @@ pub(super) async fn create(context: &Context, args: Create) -> Result<(), Failur
         metadata: args.making.metadata.into_iter().collect(),
         env: args.making.env.into_iter().collect(),
         rules: rules(&args.rules, &Value::Null),
+        network: spec(&args.making.network),
     };
     let sandbox = context.client.create(&request).await?;
     context.ui.data(&sandbox, || sandbox.id.clone())

@@ -20,7 +20,7 @@ use stockade_api::{ServeConfig, Server, Tls};
 use stockade_engine::Engine;
 use stockade_images::Images;
 use stockade_model::Prices;
-use stockade_service::{Service, ServiceConfig};
+use stockade_service::{NetworkConfig, Service, ServiceConfig};
 use stockade_store::{SecretFile, Store};
 use tokio::{
     net::TcpListener,
@@ -110,6 +110,10 @@ async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -
     let store_failed = |error: stockade_store::StoreError| Failure::new("store_failed", chain(&error));
     let secret = SecretFile::open_or_create(&data_dir.join("secret")).map_err(store_failed)?;
     let store = Store::open(&data_dir.join("stockade.db"), secret).await.map_err(store_failed)?;
+    let network = match &args.network {
+        Some(path) => read_network(path)?,
+        None => NetworkConfig::default(),
+    };
     let prices = Prices {
         vcpu_second: args.prices.price_vcpu_second,
         memory_gib_second: args.prices.price_memory_gib_second,
@@ -121,6 +125,7 @@ async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -
         pool_size: args.pool,
         pool_memory_mib: args.pool_memory,
         prices,
+        network: Some(network),
         ..ServiceConfig::new(engine, store)
     };
     let failed = |error: stockade_service::ServiceError| Failure::new("service_failed", chain(&error));
@@ -129,6 +134,14 @@ async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -
     let workspace = service.default_workspace().await.map_err(failed)?;
     service.import_api_key(&workspace, "first", &key).await.map_err(failed)?;
     Ok(service)
+}
+
+fn read_network(path: &Path) -> Result<NetworkConfig, Failure> {
+    let text = std::fs::read(path).map_err(|error| Failure::host(format!("read {}", path.display()), error))?;
+    serde_json::from_slice(&text).map_err(|error| {
+        Failure::new("bad_network_file", format!("{}: {error}", path.display()))
+            .hint("docs/network.md describes the file")
+    })
 }
 
 fn serve(

@@ -28,6 +28,7 @@ pub(super) async fn run_first_sandbox(ready: &Ready, ui: Ui) -> Result<Timing, F
         metadata: [("purpose".to_owned(), "self-check".to_owned())].into(),
         env: Default::default(),
         rules: Default::default(),
+        network: None,
     };
     let begun = Instant::now();
     let sandbox = client.create(&request).await.map_err(failed)?;

@@ -9,6 +9,8 @@ use serde::Serialize;
 use stockade_engine::EngineError;
 use stockade_service::ServiceError;
 
+use crate::error::chain;
+
 /// An error of the control API or of envd's HTTP routes.
 #[derive(Debug)]
 pub(super) struct HttpError {
@@ -106,16 +108,4 @@ impl From<ServiceError> for HttpError {
             }
         }
     }
-}
-
-/// The error and its causes, each once.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }

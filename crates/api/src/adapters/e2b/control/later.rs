@@ -39,7 +39,6 @@ macro_rules! refusals {
 }
 
 refusals! {
-    network: "changing a sandbox's network rules";
     logs: "keeping a sandbox's logs";
 }
 

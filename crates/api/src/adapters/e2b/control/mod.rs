@@ -22,6 +22,7 @@ mod later;
 mod lifecycle;
 mod list;
 mod metrics;
+mod network;
 mod sandboxes;
 mod snapshots;
 mod templates;
@@ -43,7 +44,7 @@ pub(super) fn router(state: AppState) -> Router {
         .route("/sandboxes/{id}/pause", post(lifecycle::pause))
         .route("/sandboxes/{id}/fork", post(lifecycle::fork))
         .route("/sandboxes/{id}/snapshots", post(snapshots::create))
-        .route("/sandboxes/{id}/network", put(later::network))
+        .route("/sandboxes/{id}/network", put(network::update))
         .route("/sandboxes/{id}/logs", get(later::logs))
         .route("/v2/sandboxes/{id}/logs", get(later::logs))
         .route("/snapshots", get(snapshots::list))

@@ -26,6 +26,7 @@ use super::{
     JsonResult,
     builds::full_name,
     lifecycle::is_paused,
+    network::{self, Network, NetworkView},
     parse, sandbox_id,
 };
 use crate::AppState;
@@ -46,10 +47,9 @@ struct NewSandbox {
     auto_pause_memory: Option<bool>,
     auto_resume: Option<AutoResume>,
     secure: Option<bool>,
-    /// Absent and true are the peer's default; there is no egress yet, and the detail says so.
     #[serde(rename = "allow_internet_access", alias = "allowInternetAccess")]
-    _allow_internet_access: Option<bool>,
-    network: Option<Value>,
+    allow_internet_access: Option<bool>,
+    network: Option<Network>,
     metadata: Option<BTreeMap<String, String>>,
     env_vars: Option<BTreeMap<String, String>>,
     mcp: Option<Value>,
@@ -70,7 +70,6 @@ impl NewSandbox {
         };
         let asked = [
             (self.auto_pause_memory == Some(false), "autoPauseMemory", "leave it out: auto-pause keeps the memory"),
-            (filled(&self.network), "network", "leave it out: sandboxes have no network beside their previews"),
             (filled(&self.mcp), "mcp", "leave it out and start the server with a command"),
             (filled(&self.iam), "iam", "leave it out and pass what the sandbox needs in envVars"),
             (
@@ -105,6 +104,7 @@ impl NewSandbox {
             lifetime: Duration::from_secs(lifetime),
             metadata,
             env: self.env_vars.unwrap_or_default(),
+            network: network::spec(self.allow_internet_access, self.network)?,
             on_timeout: if self.auto_pause == Some(true) { OnTimeout::Pause } else { OnTimeout::Kill },
             auto_resume: self.auto_resume.is_some_and(|auto| auto.enabled),
             idempotency_key: idempotency_key(headers)?,
@@ -233,8 +233,9 @@ pub(super) struct SandboxDetail {
     listed: ListedSandbox,
     #[serde(skip_serializing_if = "Option::is_none")]
     envd_access_token: Option<String>,
-    /// False whatever was asked: there is no egress in this release.
     allow_internet_access: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network: Option<NetworkView>,
     domain: Option<String>,
     lifecycle: Lifecycle,
 }
@@ -296,10 +297,12 @@ pub(super) async fn info(
     Path(id): Path<String>,
 ) -> JsonResult<SandboxDetail> {
     let sandbox = live(&state, &who, &sandbox_id(&id)?).await?;
+    let (allow_internet_access, network) = network::view(&state.service.network(&who, &sandbox.id).await?.spec);
     Ok(Json(SandboxDetail {
         listed: ListedSandbox::of(&sandbox),
         envd_access_token: token(&sandbox),
-        allow_internet_access: false,
+        allow_internet_access,
+        network,
         domain: None,
         lifecycle: Lifecycle {
             auto_resume: sandbox.rules.auto_resume,
@@ -407,7 +410,7 @@ mod tests {
     fn what_cannot_be_honoured_is_refused_by_its_name() {
         for (field, value) in [
             ("autoPauseMemory", "false"),
-            ("network", r#"{"denyOut":["0.0.0.0/0"]}"#),
+            ("network", r#"{"egressProxy":{"address":"proxy.example:1080"}}"#),
             ("mcp", r#"{"x":{}}"#),
             ("iam", r#"{"tokens":{}}"#),
             ("volumeMounts", r#"[{"name":"v","path":"/v"}]"#),

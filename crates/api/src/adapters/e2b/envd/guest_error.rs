@@ -7,8 +7,9 @@ use stockade_wire::{ErrorBody, ErrorCode};
 
 use super::super::{
     connect::{Code, ConnectError},
-    error::{HttpError, chain},
+    error::HttpError,
 };
+use crate::error::chain;
 
 /// What the request said, for texts that repeat it.
 #[derive(Clone, Copy, Default)]

@@ -1,0 +1,298 @@
+//! E2B's network settings as a policy of ours, and back.
+//!
+//! ```text
+//! allowOut names, allowOut networks, denyOut networks, else: allow (0.0.0.0/0 in denyOut or no internet: deny)
+//! ```
+//!
+//! As there, what is allowed beats what is denied, a list of allowed names needs everything else denied, and a rule on
+//! a host's headers opens nothing. Names that are denied do not exist: clients written for E2B expect a failure, not an
+//! explanation.
+
+use std::collections::BTreeMap;
+
+use axum::{
+    Extension,
+    body::Bytes,
+    extract::{Path, State},
+};
+use http::StatusCode;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use stockade_service::{
+    NetworkSpec, Principal,
+    policy::{Action, DefaultAction, DnsPolicy, HttpAction, HttpRule, NamePattern, OnDeny, Policy, Rule, Scheme},
+};
+
+use super::{super::error::HttpError, parse, sandbox_id, sandboxes::live};
+use crate::AppState;
+
+const ALL: &str = "0.0.0.0/0";
+/// Tells rules that came this way.
+const ORIGIN: &str = "e2b";
+const MOST_DOMAINS: usize = 10;
+const MOST_HEADERS: usize = 20;
+const LONGEST_DOMAIN: usize = 128;
+const LONGEST_NAME: usize = 64;
+const LONGEST_VALUE: usize = 2048;
+
+/// `network` of a create.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct Network {
+    allow_out: Option<Vec<String>>,
+    deny_out: Option<Vec<String>>,
+    rules: Option<BTreeMap<String, Vec<DomainRule>>>,
+    allow_public_traffic: Option<bool>,
+    egress_proxy: Option<Value>,
+    mask_request_host: Option<String>,
+    dns_servers: Option<Vec<String>>,
+    https_ports: Option<Vec<u16>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DomainRule {
+    transform: Transform,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Transform {
+    #[serde(default)]
+    headers: BTreeMap<String, String>,
+}
+
+/// The body of an update: all there is, what is left out is cleared.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Update {
+    #[serde(rename = "allow_internet_access", alias = "allowInternetAccess")]
+    allow_internet_access: Option<bool>,
+    #[serde(flatten)]
+    network: BTreeMap<String, Value>,
+}
+
+/// `network` of a sandbox's detail.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NetworkView {
+    allow_out: Vec<String>,
+    deny_out: Vec<String>,
+}
+
+/// What E2B's fields ask for; `None`: nothing is said.
+pub(super) fn spec(internet: Option<bool>, network: Option<Network>) -> Result<Option<NetworkSpec>, HttpError> {
+    if internet.is_none() && network.is_none() {
+        return Ok(None);
+    }
+    let network = network.unwrap_or_default();
+    refuse_unsupported(&network)?;
+    let deny_out = network.deny_out.unwrap_or_default();
+    let allow_out = network.allow_out.unwrap_or_default();
+    if let Some(bad) = deny_out.iter().find(|entry| !is_network(entry)) {
+        return Err(HttpError::bad_request(format!("invalid denied CIDR {bad}")));
+    }
+    let closed = internet == Some(false) || deny_out.iter().any(|entry| entry == ALL);
+    let (cidrs, names): (Vec<_>, Vec<_>) = allow_out.into_iter().partition(|entry| is_network(entry));
+    if let Some(name) = names.first().filter(|_| !closed) {
+        let message =
+            format!("allowOut has the domain {name}: domains need {ALL} in denyOut, or everything is allowed");
+        return Err(HttpError::bad_request(message));
+    }
+    if let Some(bad) = names.iter().find(|name| name.starts_with('~') || NamePattern::parse(name).is_err()) {
+        return Err(HttpError::bad_request(format!("invalid allowed address {bad}: use a domain, *.domain or a CIDR")));
+    }
+    let rule = |id: &str, action, names: Vec<String>, cidrs: Vec<String>| Rule {
+        id: id.to_owned(),
+        action,
+        names,
+        cidrs,
+        ports: Vec::new(),
+        l7: None,
+        origin: Some(ORIGIN.to_owned()),
+    };
+    let rules = [
+        rule("allowOut domains", Action::Allow, names, Vec::new()),
+        rule("allowOut networks", Action::Allow, Vec::new(), cidrs),
+        rule("denyOut", Action::Deny, Vec::new(), deny_out),
+    ];
+    let policy = Policy {
+        default: if closed { DefaultAction::Deny } else { DefaultAction::AllowPublic },
+        rules: rules.into_iter().filter(|rule| !rule.names.is_empty() || !rule.cidrs.is_empty()).collect(),
+        http: header_rules(network.rules.unwrap_or_default())?,
+        dns: DnsPolicy { on_deny: OnDeny::Nxdomain, ..DnsPolicy::default() },
+        ..Policy::default()
+    };
+    Ok(Some(NetworkSpec { policy: Some(policy), ..NetworkSpec::default() }))
+}
+
+fn is_network(entry: &str) -> bool {
+    let (address, length) = entry.split_once('/').unwrap_or((entry, "0"));
+    address.parse::<std::net::IpAddr>().is_ok() && length.parse::<u8>().is_ok_and(|length| length <= 128)
+}
+
+fn refuse_unsupported(network: &Network) -> Result<(), HttpError> {
+    let asked = [
+        (network.allow_public_traffic == Some(false), "allowPublicTraffic"),
+        (network.egress_proxy.as_ref().is_some_and(|proxy| !proxy.is_null()), "egressProxy"),
+        (network.mask_request_host.is_some(), "maskRequestHost"),
+        (network.dns_servers.as_ref().is_some_and(|list| !list.is_empty()), "dnsServers"),
+        (network.https_ports.as_ref().is_some_and(|list| !list.is_empty()), "httpsPorts"),
+    ];
+    match asked.into_iter().find(|(asked, _)| *asked) {
+        Some((_, field)) => Err(HttpError::bad_request(format!(
+            "network.{field} is not supported by this release of Stockade; leave it out"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Exact domains before wildcards, longer ones before shorter.
+fn header_rules(rules: BTreeMap<String, Vec<DomainRule>>) -> Result<Vec<HttpRule>, HttpError> {
+    let invalid = |problem: String| Err(HttpError::bad_request(problem));
+    if rules.len() > MOST_DOMAINS {
+        return invalid(format!("rules has {} domains, at most {MOST_DOMAINS} are possible", rules.len()));
+    }
+    let mut list = Vec::new();
+    for (domain, transforms) in rules {
+        if domain.len() > LONGEST_DOMAIN || domain.starts_with('~') || NamePattern::parse(&domain).is_err() {
+            return invalid(format!("rules: {domain} is no domain"));
+        }
+        let mut transforms = transforms.into_iter();
+        let (Some(DomainRule { transform }), None) = (transforms.next(), transforms.next()) else {
+            return invalid(format!("rules.{domain}: one transform per domain is possible"));
+        };
+        if transform.headers.len() > MOST_HEADERS {
+            return invalid(format!("rules.{domain}: at most {MOST_HEADERS} headers are possible"));
+        }
+        let headers = transform.headers.into_iter().map(|(name, value)| {
+            if name.len() > LONGEST_NAME || value.len() > LONGEST_VALUE {
+                let problem = format!(
+                    "rules.{domain}: a header's name has at most {LONGEST_NAME} and its value at most \
+                                       {LONGEST_VALUE} characters"
+                );
+                return Err(HttpError::bad_request(problem));
+            }
+            let value = template(&value)
+                .ok_or_else(|| HttpError::bad_request(format!("rules.{domain}.{name}: a placeholder is malformed")))?;
+            Ok((name, value))
+        });
+        let headers = headers.collect::<Result<_, _>>()?;
+        list.push(HttpRule {
+            id: format!("rules {domain}"),
+            enabled: true,
+            hosts: vec![domain],
+            scheme: Some(Scheme::Https),
+            port: None,
+            methods: Vec::new(),
+            path: None,
+            query: Vec::new(),
+            headers: Vec::new(),
+            action: HttpAction::SetHeaders(headers),
+        });
+    }
+    list.sort_by_key(|rule| (rule.hosts[0].starts_with('*'), std::cmp::Reverse(rule.hosts[0].len())));
+    Ok(list)
+}
+
+/// `${e2b.secrets.NAME}` in our words; a dollar sign that starts nothing stays one. `None`: a placeholder that is none,
+/// or of a kind we have not.
+fn template(value: &str) -> Option<String> {
+    let mut text = String::with_capacity(value.len());
+    let mut rest = value;
+    while let Some(at) = rest.find('$') {
+        text.push_str(&rest[..at]);
+        rest = &rest[at + 1..];
+        match rest.strip_prefix("{e2b.") {
+            Some(inner) => {
+                let (name, after) = inner.split_once('}')?;
+                text.push_str(&format!("${{secrets.{}}}", name.strip_prefix("secrets.")?));
+                rest = after;
+            }
+            None => text.push_str("$$"),
+        }
+    }
+    text.push_str(rest);
+    Some(text)
+}
+
+/// What is shown of a network: whether there is an internet, and the lists.
+pub(super) fn view(spec: &NetworkSpec) -> (bool, Option<NetworkView>) {
+    let Some(policy) = &spec.policy else { return (spec.internet != Some(false), None) };
+    let entries = |action: Action| -> Vec<String> {
+        let rules = policy.rules.iter().filter(|rule| rule.action == action);
+        rules.flat_map(|rule| rule.names.iter().chain(&rule.cidrs)).cloned().collect()
+    };
+    let view = NetworkView { allow_out: entries(Action::Allow), deny_out: entries(Action::Deny) };
+    let is_plain = view.allow_out.is_empty() && view.deny_out.is_empty();
+    (policy.default != DefaultAction::Deny || !view.deny_out.is_empty(), (!is_plain).then_some(view))
+}
+
+pub(super) async fn update(
+    State(state): State<AppState>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+    body: Bytes,
+) -> Result<StatusCode, HttpError> {
+    let id = sandbox_id(&id)?;
+    let sandbox = live(&state, &who, &id).await?;
+    if super::lifecycle::is_paused(sandbox.state) {
+        return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox '{id}' is not running")));
+    }
+    let Update { allow_internet_access, network } = parse(&body)?;
+    let network: Network = serde_json::from_value(Value::Object(network.into_iter().collect()))
+        .map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))?;
+    let spec = spec(Some(allow_internet_access.unwrap_or(true)), Some(network))?.unwrap_or_default();
+    // Secrets that the native API gave it are no part of what E2B can say.
+    let secrets = state.service.network(&who, &id).await?.spec.secrets;
+    state.service.set_network(&who, &id, NetworkSpec { secrets, ..spec }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(internet: Option<bool>, json: &str) -> Result<Policy, String> {
+        let network: Network = serde_json::from_str(json).expect(json);
+        let spec = spec(internet, Some(network)).map_err(|error| error.message)?;
+        Ok(spec.expect("something is said").policy.expect("a policy"))
+    }
+
+    #[test]
+    fn what_is_allowed_stands_before_what_is_denied() {
+        let policy = read(None, r#"{"allowOut":["1.1.1.1","*.a.example"],"denyOut":["0.0.0.0/0"]}"#).expect("valid");
+        let actions: Vec<_> = policy.rules.iter().map(|rule| rule.action).collect();
+        assert_eq!(actions, [Action::Allow, Action::Allow, Action::Deny]);
+        assert_eq!(policy.default, DefaultAction::Deny);
+        assert_eq!(read(None, r#"{"denyOut":["8.8.8.8"]}"#).expect("valid").default, DefaultAction::AllowPublic);
+        assert_eq!(read(Some(false), "{}").expect("valid").default, DefaultAction::Deny);
+        assert!(spec(None, None).expect("valid").is_none());
+    }
+
+    #[test]
+    fn what_e2b_refuses_is_refused_in_its_words() {
+        let refused = |json: &str| read(None, json).expect_err(json);
+        assert_eq!(refused(r#"{"denyOut":["a.example"]}"#), "invalid denied CIDR a.example");
+        assert!(refused(r#"{"allowOut":["a.example"]}"#).contains("0.0.0.0/0 in denyOut"));
+        assert!(refused(r#"{"egressProxy":{"address":"x"}}"#).contains("network.egressProxy"));
+        assert!(
+            refused(r#"{"rules":{"a.example":[{"transform":{"headers":{"x":"${e2b.identity.tokens.t}"}}}]}}"#)
+                .contains("x")
+        );
+        assert!(serde_json::from_str::<Network>(r#"{"allow_list":[]}"#).is_err());
+    }
+
+    #[test]
+    fn header_rules_are_in_order_and_secrets_in_our_words() {
+        let rules = r#"{"rules":{"*.a.example":[{"transform":{"headers":{"x":"$5"}}}],
+                                 "b.a.example":[{"transform":{"headers":{"y":"Bearer ${e2b.secrets.KEY}"}}}]}}"#;
+        let policy = read(None, rules).expect("valid");
+        let hosts: Vec<_> = policy.http.iter().map(|rule| rule.hosts[0].as_str()).collect();
+        assert_eq!(hosts, ["b.a.example", "*.a.example"]);
+        let HttpAction::SetHeaders(headers) = &policy.http[0].action else { panic!("sets headers") };
+        assert_eq!(headers["y"], "Bearer ${secrets.KEY}");
+        let HttpAction::SetHeaders(headers) = &policy.http[1].action else { panic!("sets headers") };
+        assert_eq!(headers["x"], "$$5");
+    }
+}
