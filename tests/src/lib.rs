@@ -16,10 +16,12 @@
 mod host;
 mod sandbox;
 mod server;
+mod world;
 
 pub use host::Leftovers;
 pub use sandbox::{Ran, Sandbox};
 pub use server::{Ended, TestServer};
+pub use world::World;
 
 use std::path::PathBuf;
 

@@ -17,7 +17,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::{
-    io::AsyncWriteExt,
+    io::{AsyncBufReadExt, AsyncWriteExt},
     process::{Child, Command},
 };
 
@@ -151,6 +151,31 @@ impl TestServer {
         self.client
             .request(method, format!("{}{path}", running.ready.http_url.trim_end_matches('/')))
             .bearer_auth(&running.key)
+    }
+
+    /// The same without a key.
+    pub fn anonymous(&self, method: Method, path: &str) -> RequestBuilder {
+        self.client.request(method, format!("{}{path}", self.running().ready.http_url.trim_end_matches('/')))
+    }
+
+    /// The key.
+    pub fn api_key(&self) -> String {
+        self.running().key.clone()
+    }
+
+    /// `stockade tunnel` and the address it listens on.
+    pub async fn tunnel(&self, sandbox: &str, port: u16) -> (Child, String) {
+        let mut child = Command::new(stockade_program())
+            .args(["tunnel", sandbox, &port.to_string(), "--listen", "127.0.0.1:0"])
+            .env("STOCKADE_DATA_DIR", self.data_dir())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .expect("the program starts");
+        let output = child.stdout.take().expect("piped");
+        let line = tokio::io::BufReader::new(output).lines().next_line().await.expect("readable");
+        (child, line.expect("it says where it listens"))
     }
 
     /// Sends a request that must succeed; returns its JSON, `null` if there is no body.

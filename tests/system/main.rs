@@ -10,4 +10,6 @@ mod lifecycle_forks;
 mod lifecycle_kills;
 mod lifecycle_streams;
 mod lua;
+mod network;
+mod package_tools;
 mod run;

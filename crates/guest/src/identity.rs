@@ -4,7 +4,6 @@
 //! system calls each, and everything may be done again.
 
 use std::{
-    collections::BTreeMap,
     fs,
     io::{self, Write as _},
     os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
@@ -25,7 +24,7 @@ use crate::{
 };
 
 /// Takes an identity. Where the agent is only hosted, this sets environment and defaults alone.
-pub(crate) fn take(agent: &Agent, identity: Identity) -> Result<()> {
+pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
     validate(&identity)?;
     if agent.is_machine() {
         set_clock(identity.unix_time_ns)?;
@@ -38,15 +37,15 @@ pub(crate) fn take(agent: &Agent, identity: Identity) -> Result<()> {
             write(Path::new(path), text)?;
         }
         crate::account::find(&identity.default_user)?;
+        if let Some(network) = &identity.network {
+            let mut env = take_network(network)?;
+            env.append(&mut identity.env);
+            identity.env = env;
+        }
         tell_services(&identity)?;
     }
-    let mut env = match &identity.network {
-        Some(network) if agent.is_machine() => take_network(network)?,
-        _ => BTreeMap::new(),
-    };
-    env.extend(identity.env);
     let mut settings = agent.shared().settings.write().unwrap_or_else(PoisonError::into_inner);
-    settings.env = env;
+    settings.env = identity.env;
     settings.default_user = identity.default_user;
     settings.default_cwd = identity.default_cwd;
     Ok(())

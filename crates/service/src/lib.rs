@@ -51,9 +51,9 @@ pub use network::{
 };
 pub use service::Service;
 pub use stockade_engine::SnapshotScope;
-pub use stockade_store::TemplateTag;
 pub use stockade_gateway::{Stats as NetworkStats, policy};
 pub use stockade_store::SecretRecord;
+pub use stockade_store::TemplateTag;
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 
 /// Who asks: found from an API key.

@@ -37,7 +37,7 @@ pub use networks::NetworkRecord;
 pub use open::Store;
 pub use sandboxes::{Inserted, SandboxEvent};
 pub use seal::SecretFile;
+pub use secrets::SecretRecord;
 pub use snapshots::{SnapshotPage, SnapshotPurpose, SnapshotQuery, SnapshotRecord};
 pub use templates::{Built, DEFAULT_TAG, TemplateRecord, TemplateTag};
-pub use secrets::SecretRecord;
 pub use usage::{Metered, UsageQuery, UsageRow};

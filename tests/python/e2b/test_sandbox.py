@@ -200,8 +200,8 @@ def test_a_wrong_key_is_refused(server):
 @pytest.mark.parametrize(
     "options, field",
     [
-        ({"network": {"deny_out": ["0.0.0.0/0"]}}, "network"),
-        ({"network": {"allow_public_traffic": False}}, "network"),
+        ({"network": {"allow_public_traffic": False}}, "network.allowPublicTraffic"),
+        ({"network": {"mask_request_host": "localhost:${PORT}"}}, "network.maskRequestHost"),
         ({"mcp": {"browserbase": {}}}, "mcp"),
     ],
 )
@@ -212,7 +212,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, options, field):
 
 def test_internet_access_is_reported_as_it_is(make):
     assert make(allow_internet_access=False).get_info().allow_internet_access is False
-    assert make(allow_internet_access=True).get_info().allow_internet_access is False
+    assert make(allow_internet_access=True).get_info().allow_internet_access is True
+
+
+def test_network_rules_have_the_precedence_they_have_there(make):
+    with pytest.raises(SandboxException, match="0.0.0.0/0 in denyOut"):
+        make(network={"allow_out": ["a.example"]})
+    with pytest.raises(SandboxException, match="invalid denied CIDR a.example"):
+        make(network={"deny_out": ["a.example"]})
+    info = make(network={"allow_out": ["1.1.1.1", "*.a.example"], "deny_out": ["0.0.0.0/0"]}).get_info()
+    assert info.allow_internet_access is True
 
 
 def note(box):

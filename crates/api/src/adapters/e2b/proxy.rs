@@ -13,6 +13,7 @@ use axum::{
 };
 use http::{HeaderMap, HeaderName, StatusCode, header};
 use serde::Serialize;
+use stockade_model::Sandbox;
 use tower::ServiceExt as _;
 
 use super::{
