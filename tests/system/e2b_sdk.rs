@@ -1,7 +1,11 @@
 //! The unmodified E2B SDKs, each in two generations. The suites are in `tests/python/e2b*` and `tests/javascript/e2b`.
+//!
+//! The Python suites record which of the SDK's methods their passing tests call. What `tests/compat` says was tested
+//! must be so again; `STOCKADE_WRITE_COMPAT=1` writes what was found there.
 
-use std::process::Stdio;
+use std::{path::Path, process::Stdio};
 
+use serde_json::Value;
 use stockade_system_tests::{TestServer, source_directory, target_directory};
 use tokio::process::Command;
 
@@ -9,8 +13,11 @@ async fn suite_passes(suite: &str, generation: &str, server_arguments: &[&str]) 
     let python = target_directory().join(format!("python/{suite}-{generation}/bin/python"));
     assert!(python.exists(), "{} is missing: make test installs it", python.display());
     let server = TestServer::start_with(&[&["--pool", "0"], server_arguments].concat()).await;
+    let results = tempfile::NamedTempFile::new().expect("a file");
     let output = Command::new(python)
-        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "."])
+        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "compat_plugin", "."])
+        .env("PYTHONPATH", source_directory().join("tests/python"))
+        .env("STOCKADE_COMPAT_OUT", results.path())
         .current_dir(source_directory().join("tests/python").join(suite))
         .envs(server.e2b_environment())
         .stdin(Stdio::null())
@@ -21,6 +28,28 @@ async fn suite_passes(suite: &str, generation: &str, server_arguments: &[&str]) 
     println!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "pytest ended with {}", output.status);
     server.stop().await;
+    compare(results.path(), &source_directory().join(format!("tests/compat/python-{suite}-{generation}.json")));
+}
+
+/// Whether all that was tested is so again.
+fn compare(found: &Path, committed: &Path) {
+    if std::env::var_os("STOCKADE_WRITE_COMPAT").is_some() {
+        std::fs::copy(found, committed).expect("the results are written");
+        return;
+    }
+    if !committed.exists() {
+        println!("{} is not there: nothing to compare with", committed.display());
+        return;
+    }
+    let read = |path: &Path| {
+        let text = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let value: Value = serde_json::from_slice(&text).expect("JSON");
+        value["methods"].as_object().expect("methods").clone()
+    };
+    let (found, committed) = (read(found), read(committed));
+    let lost: Vec<_> =
+        committed.iter().filter(|(name, state)| *state == "tested" && found.get(*name) != Some(state)).collect();
+    assert!(lost.is_empty(), "no longer tested: {lost:?}; if that is meant, run with STOCKADE_WRITE_COMPAT=1");
 }
 
 /// The JavaScript suite, with the packages `make test` installs per generation.

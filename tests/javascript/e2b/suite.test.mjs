@@ -107,7 +107,13 @@ test("a killed sandbox is gone for every call", async () => {
 
 test("what is not supported says so", async () => {
   await assert.rejects(Sandbox.create({ network: { maskRequestHost: "localhost" } }), /maskRequestHost is not supported/);
-  await assert.rejects(box.pause(), /not supported/);
+});
+
+test("a paused sandbox comes back as it was", async () => {
+  await box.files.write("/tmp/kept", "kept");
+  assert.equal(await box.pause(), true);
+  await box.connect({ timeoutMs: 300_000 });
+  assert.equal(await box.files.read("/tmp/kept"), "kept");
 });
 
 test("fifty commands at once", async () => {

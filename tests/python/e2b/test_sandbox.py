@@ -389,3 +389,11 @@ def test_twenty_sandboxes_at_once(server):
 
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         assert list(pool.map(one, range(20))) == [f"{number}\n" for number in range(20)]
+
+
+def test_a_list_says_how_many_run(box, edge):
+    import os
+
+    answer = edge.api("GET", "/v2/sandboxes?limit=1", os.environ["E2B_API_KEY"])
+    assert len(answer.json()) == 1
+    assert int(answer.headers["x-total-running"]) >= 1

@@ -93,7 +93,7 @@ def test_a_changed_step_is_carried_out_with_all_after_it(built, context):
         Template(file_context_path=context)
         .from_template("base")
         .run_cmd("echo built > /home/user/made.txt")
-        .run_cmd("echo other >> /home/user/made.txt")
+        .run_cmd(f"echo {uuid.uuid4().hex} >> /home/user/made.txt")
     )
     name = fresh()
     Template.build(template, name, on_build_logs=lambda entry: log.append(entry.message))

@@ -15,6 +15,8 @@ use super::{super::error::HttpError, filter, sandboxes::ListedSandbox};
 use crate::AppState;
 
 const MAX_PAGE: u32 = 100;
+/// What the service gives at once.
+const LARGEST_PAGE: u32 = 1000;
 
 /// E2B's two states in our words.
 const RUNNING: [SandboxState; 2] = [SandboxState::Running, SandboxState::Resuming];
@@ -121,7 +123,23 @@ pub(super) async fn list(
     let mut response = Json(items).into_response();
     let token = page.cursor.and_then(|cursor| HeaderValue::from_str(&cursor).ok());
     response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
+    let running = HeaderValue::from(count_running(&state, &who).await?);
+    response.headers_mut().insert(HeaderName::from_static("x-total-running"), running);
     Ok(response)
+}
+
+/// How many sandboxes of the workspace run, whatever the page shows.
+async fn count_running(state: &AppState, who: &Principal) -> Result<usize, HttpError> {
+    let mut filter = ListFilter { states: RUNNING.to_vec(), limit: LARGEST_PAGE, ..ListFilter::default() };
+    let mut count = 0;
+    loop {
+        let page = state.service.list(who, &filter).await?;
+        count += page.items.iter().filter(|sandbox| !sandbox.metadata.contains_key(BUILD_LABEL)).count();
+        match page.cursor {
+            Some(cursor) => filter.cursor = Some(cursor),
+            None => return Ok(count),
+        }
+    }
 }
 
 /// The first list call: all that run, in one answer.
@@ -133,7 +151,7 @@ pub(super) async fn list_running(
     let running = Some("running".to_owned());
     let query = ListQuery { metadata: query.metadata, state: running, ..ListQuery::default() };
     let Wanted { mut filter, .. } = query.wanted()?;
-    filter.limit = 1000;
+    filter.limit = LARGEST_PAGE;
     let mut items = Vec::new();
     loop {
         let page = state.service.list(&who, &filter).await?;
