@@ -24,8 +24,9 @@ log = logging.getLogger("stockade_code")
 
 # How long a kernel may take until it answers. Java's needs a minute on an emulated processor nobody else uses.
 START_PATIENCE = 600
-# How long an interrupt may take to be heeded, and how often it is sent before the kernel is replaced.
-INTERRUPT_PATIENCE = 5
+# How long an interrupt may take to be heeded, and how often it is sent before the kernel is replaced. On a busy host an
+# emulated kernel was seen to need more than fifteen seconds in all.
+INTERRUPT_PATIENCE = 15
 INTERRUPTS = 3
 MOST_CONTEXTS = 64
 
