@@ -82,9 +82,10 @@ async fn a_counting_process_and_files_survive_twenty_pauses_and_the_death_of_the
         for cycle in 0..CYCLES {
             let content = format!("cycle {cycle}\n").repeat(1000);
             sandbox.write(&format!("/home/user/files/{cycle}"), content.clone()).await;
-            match cycle % 3 {
+            match cycle % 4 {
                 0 => assert_eq!(server.cli_ok(&["pause", sandbox.id()]).await, "paused\n"),
                 1 => assert_eq!(server.cli_ok(&["pause", "--standby", sandbox.id()]).await, "paused\n"),
+                2 => assert_eq!(server.cli_ok(&["pause", "--archive", sandbox.id()]).await, "paused\n"),
                 // Through standby into hibernation.
                 _ => {
                     sandbox.verb("pause", json!({"tier": "standby"})).await;

@@ -175,6 +175,10 @@ impl From<ServiceError> for ApiError {
             }
             ServiceError::StateUnusable { of, source } => unusable(&of, source),
             ServiceError::Engine(engine) => engine.into(),
+            ServiceError::Archive(cause) => Self::new(StatusCode::SERVICE_UNAVAILABLE, "archive_failed", message)
+                .hint("the sandbox is as it was; the server's log says what the archive said")
+                .retry_after(Duration::from_secs(30))
+                .caused_by(cause),
             ServiceError::Store(cause) => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store_failed", message)
                 .hint("the server's log says why; the disk of the data directory may be full")
                 .caused_by(cause),
@@ -308,5 +312,25 @@ mod tests {
         assert_eq!(status, 507);
         assert_eq!(json["error"]["code"], "no_space");
         assert_eq!(json["error"]["message"], "/data/x: no space left");
+    }
+
+    #[tokio::test]
+    async fn state_of_another_emulator_is_refused_with_the_way_out() {
+        let mismatch = || EngineError::Mismatch { what: "emulator", made_with: "7.1".into(), here: "7.2".into() };
+        let damaged = || EngineError::Damaged { path: "/var/lib/x".into(), reason: "of the checksum".into() };
+        let (snapshot, sandbox) = (stockade_model::SnapshotId::random(), stockade_model::SandboxId::random());
+        let cases = [
+            (StateOf::Snapshot(snapshot.clone()), mismatch(), 409, "snapshot_mismatch"),
+            (StateOf::Sandbox(sandbox.clone()), mismatch(), 409, "saved_state_mismatch"),
+            (StateOf::Snapshot(snapshot), damaged(), 500, "snapshot_damaged"),
+            (StateOf::Sandbox(sandbox), damaged(), 500, "saved_state_damaged"),
+        ];
+        for (of, source, expected, code) in cases {
+            let (status, _, json) = body(ServiceError::StateUnusable { of, source }.into()).await;
+            assert_eq!((status.as_u16(), json["error"]["code"].as_str()), (expected, Some(code)));
+            let text = json.to_string();
+            assert!(!text.contains("/var/lib") && !json["error"]["hint"].as_str().unwrap_or("").is_empty(), "{text}");
+            assert_eq!(text.contains("7.1") && text.contains("\\\"memory\\\": false"), expected == 409, "{text}");
+        }
     }
 }

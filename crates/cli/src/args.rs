@@ -226,6 +226,10 @@ pub(crate) struct Up {
     /// A JSON file with the deployment's network: what sandboxes start from and cannot leave
     #[arg(long, value_name = "FILE", env = "STOCKADE_NETWORK")]
     pub(crate) network: Option<PathBuf>,
+    /// Where archived sandboxes are kept: a directory, or s3://BUCKET/PREFIX with AWS_* variables as usual
+    /// [default: archive in the data directory]
+    #[arg(long, value_name = "URL", env = "STOCKADE_ARCHIVE")]
+    pub(crate) archive: Option<String>,
     /// Serve at once, without running a first sandbox
     #[arg(long, env = "STOCKADE_NO_SELF_CHECK", value_parser = FalseyValueParser::new())]
     pub(crate) no_self_check: bool,
@@ -355,6 +359,9 @@ pub(crate) struct Rules {
     /// Seconds without use until it is hibernated, or `never`
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_HIBERNATE_AFTER", value_parser = seconds_or_never)]
     pub(crate) hibernate_after: Option<Idle>,
+    /// Seconds without use until it goes into the archive, or `never`
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_ARCHIVE_AFTER", value_parser = seconds_or_never)]
+    pub(crate) archive_after: Option<Idle>,
     /// Seconds without use until it ends, or `never`
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_DELETE_AFTER", value_parser = seconds_or_never)]
     pub(crate) delete_after: Option<Idle>,
@@ -532,6 +539,9 @@ pub(crate) struct Pause {
     /// Keep the halted machine in memory: back in milliseconds
     #[arg(long, env = "STOCKADE_STANDBY", value_parser = FalseyValueParser::new())]
     pub(crate) standby: bool,
+    /// Keep it in the archive, out of this host
+    #[arg(long, conflicts_with_all = ["disk_only", "standby"], env = "STOCKADE_ARCHIVE_IT", value_parser = FalseyValueParser::new())]
+    pub(crate) archive: bool,
 }
 
 /// `stockade resume`

@@ -4,7 +4,7 @@
 //! creating --> running <---------------- resuming
 //!     |         |  ^ |                    ^   |
 //!     |         |  | +--> pausing --+     |   v
-//!     v         |  |         |  ^   +--> paused (standby, hibernated)
+//!     v         |  |         |  ^   +--> paused (standby, hibernated, archived)
 //!   failed      |  +---------+  |   +--> stopped (disk only)
 //!               |     (failed)  +---------+ (to a deeper tier)
 //!               |
@@ -175,17 +175,20 @@ pub enum Tier {
     Standby,
     /// In files: no process, no memory.
     Hibernated,
+    /// In the archive, an object store: not even on this host.
+    Archived,
 }
 
 impl Tier {
     /// All tiers, the deepest last.
-    pub const ALL: [Self; 2] = [Self::Standby, Self::Hibernated];
+    pub const ALL: [Self; 3] = [Self::Standby, Self::Hibernated, Self::Archived];
 
     /// The tier's word, as in the API.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Standby => "standby",
             Self::Hibernated => "hibernated",
+            Self::Archived => "archived",
         }
     }
 }
@@ -217,6 +220,9 @@ pub struct IdleRules {
     pub standby_after: Option<Duration>,
     /// Into hibernation.
     pub hibernate_after: Option<Duration>,
+    /// Into the archive, once it is hibernated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub archive_after: Option<Duration>,
     /// Its end, whatever tier it is in by then, stopped included.
     pub delete_after: Option<Duration>,
     /// A guest that uses this many per cent of one processor when its time is up is not idle. `None`: what the

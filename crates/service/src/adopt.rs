@@ -8,6 +8,7 @@
 //! | pausing | the pause is undone: runs on, or stands by if it did | paused or stopped if its directory is whole, else `gone` |
 //! | paused, standby | halted, adopted | `gone`, host lost |
 //! | paused, hibernated; stopped | (none in the record) | adopted if its directory is there, else `gone` |
+//! | paused or resuming, archived | (none in the record) | adopted: paused, archived |
 //! | resuming, machine whole | brought up | back to its directory |
 //! | resuming | reaped, back to its directory | back to its directory |
 //!
@@ -83,7 +84,14 @@ async fn sweep_directories(core: &Arc<Core>, adopted: &[Live]) -> Result<(), Ser
         }
     }
     let snapshots = kept.iter().map(|snapshot| snapshot.id.clone()).collect();
-    let paused = adopted.iter().filter_map(|live| live.view.borrow().sandbox.saved.clone()).collect();
+    let is_archived = |sandbox: &Sandbox| sandbox.tier == Some(Tier::Archived);
+    let saved = |live: &Live| live.view.borrow().sandbox.saved.clone();
+    let (archived, paused): (Vec<_>, Vec<_>) =
+        adopted.iter().partition(|live| is_archived(&live.view.borrow().sandbox));
+    let paused = paused.into_iter().filter_map(saved).collect();
+    if let Err(error) = core.sweep_archive(&archived.into_iter().filter_map(saved).collect()).await {
+        warn!(error = &error as &dyn std::error::Error, "what nobody needs in the archive stays");
+    }
     for (kind, keep) in [(Kind::Snapshot, snapshots), (Kind::Paused, paused)] {
         match core.dirs.sweep(kind, keep).await {
             Ok(0) => {}
@@ -119,7 +127,14 @@ async fn settle(core: &Arc<Core>, sandbox: Sandbox, intended: Option<Ending>) ->
     };
     info!(id = %sandbox.id, state = %sandbox.state, "adopted");
     let past = Past::of(core, &sandbox).await?;
-    let bytes = sandbox.saved.as_ref().map_or(0, |saved| bytes_of(&core.dirs.path(Kind::Paused, saved)));
+    let bytes = match (&sandbox.saved, &core.config.archive) {
+        (Some(saved), Some(archive)) if sandbox.tier == Some(Tier::Archived) => {
+            // Not known is not free of charge, but no reason not to start.
+            archive.bytes(saved).await.ok().flatten().unwrap_or_default()
+        }
+        (Some(saved), _) => bytes_of(&core.dirs.path(Kind::Paused, saved)),
+        (None, _) => 0,
+    };
     let machine = match &place {
         Place::Running(machine) | Place::Standby(machine) | Place::Resuming(machine) => Some(machine),
         _ => None,
@@ -162,10 +177,16 @@ async fn find_place(
         (SandboxState::Resuming, Some(machine)) if sandbox.tier == Some(Tier::Standby) => {
             Some((sandbox, Place::Resuming(machine)))
         }
+        (SandboxState::Resuming, machine) if sandbox.tier == Some(Tier::Archived) => {
+            reap(machine).await;
+            Some((Sandbox { state: SandboxState::Paused, machine: None, ..sandbox }, Place::Saved))
+        }
         (SandboxState::Pausing | SandboxState::Resuming, machine) => {
             reap(machine).await;
             saved(core, sandbox).await
         }
+        // That it is there is found out when it is wanted: asking for each would keep the server from starting.
+        (SandboxState::Paused, None) if sandbox.tier == Some(Tier::Archived) => Some((sandbox, Place::Saved)),
         (SandboxState::Paused | SandboxState::Stopped, None) => {
             let is_there = |id| core.dirs.path(Kind::Paused, id).is_dir();
             sandbox.saved.as_ref().is_some_and(is_there).then_some((sandbox, Place::Saved))

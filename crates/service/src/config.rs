@@ -2,7 +2,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use stockade_engine::Engine;
 use stockade_model::Prices;
-use stockade_store::Store;
+use stockade_store::{Archive, Store};
 
 use crate::{
     NetworkConfig,
@@ -43,6 +43,8 @@ pub struct ServiceConfig {
     pub metrics_period: Duration,
     /// How often usage is read and written; what a crash may lose. Zero: only at changes of state.
     pub meter_period: Duration,
+    /// Where archived sandboxes are.
+    pub archive: Option<Archive>,
     /// How long usage is kept.
     pub keep_usage: Duration,
     /// What usage costs.
@@ -75,6 +77,7 @@ impl ServiceConfig {
             keep_ended: Duration::from_secs(7 * 24 * 3600),
             metrics_period: Duration::from_secs(5),
             meter_period: Duration::from_secs(5),
+            archive: None,
             keep_usage: Duration::from_secs(400 * 24 * 3600),
             prices: Prices::default(),
             network: Some(NetworkConfig::default()),

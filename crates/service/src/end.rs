@@ -10,14 +10,13 @@
 use std::{pin::pin, sync::Arc};
 
 use stockade_engine::{Machine, MachineExit};
-use stockade_model::{EndCause, Ending, SandboxState};
+use stockade_model::{EndCause, Ending, SandboxState, Tier};
 use tracing::warn;
 
 use crate::{
     ServiceError,
     core::Pauses,
     create,
-    dirs::Kind,
     error::store_error,
     live::{Reply, Verb},
     owner::Owner,
@@ -68,7 +67,8 @@ impl Owner {
             machine.kill().await?;
         }
         if let Some(saved) = &self.sandbox.saved {
-            self.core.dirs.remove(Kind::Paused, saved).await?;
+            // Whatever its record says: it may have been on its way in or out of the archive.
+            self.core.forget_saved(saved, Some(Tier::Archived)).await?;
         }
         self.core.meter.settle(&self.core).await;
         self.finish(SandboxState::Gone, ending).await

@@ -2,7 +2,7 @@ use std::{fmt, time::Duration};
 
 use stockade_engine::EngineError;
 use stockade_model::{Ending, SandboxId, SandboxState, SnapshotId};
-use stockade_store::StoreError;
+use stockade_store::{ArchiveError, StoreError};
 
 /// Whose state is kept on the disk.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -124,6 +124,9 @@ pub enum ServiceError {
     /// The machine, the emulator or the guest.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The archive failed.
+    #[error("the archive could not be read or written")]
+    Archive(#[from] ArchiveError),
     /// The store failed.
     #[error("the record could not be read or written")]
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),

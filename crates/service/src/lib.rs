@@ -9,6 +9,7 @@ use stockade_model::{ApiKeyId, IdleRules, LifeRules, OnTimeout, SandboxId, Sandb
 
 mod activity;
 mod adopt;
+mod archive;
 mod builds;
 mod clock;
 mod config;

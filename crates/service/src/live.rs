@@ -60,6 +60,7 @@ pub(crate) struct SnapshotPlan {
 pub(crate) enum Target {
     Standby,
     Hibernated,
+    Archived,
     Stopped,
 }
 

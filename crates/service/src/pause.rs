@@ -36,6 +36,10 @@ impl Owner {
         match target {
             Target::Standby => self.enter_standby(machine).await,
             Target::Hibernated | Target::Stopped => self.enter_saved(machine, target).await,
+            Target::Archived => match self.enter_saved(machine, Target::Hibernated).await? {
+                Place::Saved => self.archive().await,
+                place => Ok(place),
+            },
         }
     }
 

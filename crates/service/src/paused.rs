@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use stockade_engine::Machine;
-use stockade_model::{EndCause, Sandbox};
+use stockade_model::{EndCause, Sandbox, Tier};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -11,11 +11,12 @@ use crate::{
     ServiceError,
     clock::{Clock, Deadline, deadline_after},
     live::{Take, Target, Verb},
-    owner::{Owner, Place},
+    owner::{Moved, Owner, Place},
 };
 
 enum Due {
     Hibernate,
+    Archive,
     Unused,
 }
 
@@ -33,9 +34,10 @@ impl Owner {
                         None => unreachable!("what is not there does not end"),
                     },
                     Some(verb) = self.inbox.recv() => verb,
-                    due = due(&self.sandbox, machine.is_some(), self.not_before, core.clock()) => match (due, &machine) {
+                    due = due(&self.sandbox, self.not_before, core.clock()) => match (due, &machine) {
                         (Due::Hibernate, Some(machine)) => return self.go_deeper(Arc::clone(machine)).await,
-                        (Due::Hibernate, None) => continue,
+                        (Due::Archive, None) => return self.archive_by_rule().await,
+                        (Due::Hibernate, None) | (Due::Archive, Some(_)) => continue,
                         (Due::Unused, _) => {
                             let ending = self.ending(EndCause::Idle, String::new());
                             return Place::Ending { machine, ending, caller: None };
@@ -58,8 +60,12 @@ impl Owner {
                     return self.wake_for(machine, reply).await;
                 }
                 Verb::Pause { target, reply } => match (&machine, target) {
-                    (Some(machine), Target::Hibernated | Target::Stopped) => {
+                    (Some(machine), Target::Hibernated | Target::Archived | Target::Stopped) => {
                         let moved = self.put_down(Arc::clone(machine), target).await;
+                        return self.arrive(moved, reply);
+                    }
+                    (None, Target::Archived) if self.sandbox.tier == Some(Tier::Hibernated) => {
+                        let moved = self.archive().await;
                         return self.arrive(moved, reply);
                     }
                     _ => Verb::Pause { target, reply }.refuse(&self.sandbox),
@@ -108,13 +114,23 @@ impl Owner {
     }
 
     async fn go_deeper(&mut self, machine: Arc<dyn Machine>) -> Place {
-        match self.put_down(machine, Target::Hibernated).await {
+        let moved = self.put_down(machine, Target::Hibernated).await;
+        self.went_by_rule(moved)
+    }
+
+    async fn archive_by_rule(&mut self) -> Place {
+        let moved = self.archive().await;
+        self.went_by_rule(moved)
+    }
+
+    fn went_by_rule(&mut self, moved: Moved) -> Place {
+        match moved {
             Ok(place) => {
                 (self.not_before, self.pauses) = (None, <_>::default());
                 place
             }
             Err((place, error)) => {
-                warn!(error = &error as &dyn std::error::Error, "not hibernated by its rules, trying again later");
+                warn!(error = &error as &dyn std::error::Error, "not taken down by its rules, trying again later");
                 self.not_before = Some(Instant::now() + self.pauses.next());
                 place
             }
@@ -144,7 +160,7 @@ async fn exited(machine: Option<&Arc<dyn Machine>>) -> stockade_engine::MachineE
 }
 
 /// Waits until one of the sandbox's rules asks for something. Cancel-safe.
-async fn due(sandbox: &Sandbox, is_standby: bool, not_before: Option<Instant>, clock: &dyn Clock) -> Due {
+async fn due(sandbox: &Sandbox, not_before: Option<Instant>, clock: &dyn Clock) -> Due {
     let since = sandbox.idle_since.unwrap_or_else(|| clock.now());
     let passed = async |after: Option<Duration>| match after {
         Some(after) => Deadline::at(deadline_after(since, after), clock).passed(clock).await,
@@ -154,11 +170,17 @@ async fn due(sandbox: &Sandbox, is_standby: bool, not_before: Option<Instant>, c
         if let Some(at) = not_before {
             tokio::time::sleep_until(at).await;
         }
-        passed(sandbox.rules.idle.hibernate_after).await;
+        match sandbox.tier {
+            Some(Tier::Standby) => passed(sandbox.rules.idle.hibernate_after).await,
+            _ => passed(sandbox.rules.idle.archive_after).await,
+        }
     };
     tokio::select! {
         biased;
         () = passed(sandbox.rules.idle.delete_after) => Due::Unused,
-        () = deeper, if is_standby => Due::Hibernate,
+        () = deeper, if matches!(sandbox.tier, Some(Tier::Standby | Tier::Hibernated)) => match sandbox.tier {
+            Some(Tier::Standby) => Due::Hibernate,
+            _ => Due::Archive,
+        },
     }
 }

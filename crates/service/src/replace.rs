@@ -13,7 +13,7 @@
 use std::sync::Arc;
 
 use stockade_engine::Machine;
-use stockade_model::{EndCause, Lineage, MachineId, Sandbox, SandboxId, SandboxState};
+use stockade_model::{EndCause, Lineage, MachineId, Sandbox, SandboxId, SandboxState, SnapshotId, Tier};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -21,7 +21,6 @@ use tracing::{info, warn};
 use crate::{
     ServiceError,
     create::{self, StartFrom, Unmade, bring_up, step, wake},
-    dirs::Kind,
     error::store_error,
     live::{HandedOver, Live, Reply, Source, Take, Verb},
     owner::{Moved, Owner, Place},
@@ -68,7 +67,7 @@ impl Owner {
         };
         let lineage =
             Lineage { snapshot: source.is_recorded.then(|| source.id.clone()), ..self.sandbox.lineage.clone() };
-        let left_saved = self.sandbox.saved.clone();
+        let left_saved = (self.sandbox.saved.clone(), self.sandbox.tier);
         if let Err(error) = self.put(Sandbox { lineage, ..self.with(new.id()) }).await {
             create::remove_soon(&core, new).await;
             return self.keep_old(old, error).await;
@@ -107,7 +106,7 @@ impl Owner {
             return self.keep_old(old, error).await;
         }
         info!(child = %child_id, machine = %new.id(), "promoted");
-        let left_saved = self.sandbox.saved.take();
+        let left_saved = (self.sandbox.saved.take(), self.sandbox.tier);
         (self.sandbox, self.changed_at) = (promoted, ending.at);
         handed.taken.send(ending).ok();
         Ok(self.replaced(old, left_saved, new).await)
@@ -133,7 +132,7 @@ impl Owner {
     async fn replaced(
         &mut self,
         old: Option<Arc<dyn Machine>>,
-        saved: Option<stockade_model::SnapshotId>,
+        (saved, tier): (Option<SnapshotId>, Option<Tier>),
         new: Arc<dyn Machine>,
     ) -> Place {
         let core = Arc::clone(&self.core);
@@ -143,7 +142,7 @@ impl Owner {
             create::remove_soon(&core, old).await;
         }
         if let Some(saved) = saved
-            && let Err(error) = core.dirs.remove(Kind::Paused, &saved).await
+            && let Err(error) = core.forget_saved(&saved, tier).await
         {
             warn!(%saved, error = &error as &dyn std::error::Error, "saved state not removed; the next start does");
         }

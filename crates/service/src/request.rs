@@ -58,13 +58,19 @@ pub(crate) fn check_labels(field: &'static str, labels: &BTreeMap<String, String
 
 /// Rules that go down in order.
 pub(crate) fn check_idle(idle: &IdleRules) -> Result<(), ServiceError> {
-    let steps = [idle.standby_after, idle.hibernate_after, idle.delete_after];
+    let steps = [idle.standby_after, idle.hibernate_after, idle.archive_after, idle.delete_after];
     let given: Vec<_> = steps.into_iter().flatten().collect();
     if given.iter().any(Duration::is_zero) {
         return invalid("idle", "has a time of zero: leave out what is not wanted".to_owned());
     }
     if !given.is_sorted() {
-        return invalid("idle", "must be in order: standby_after, hibernate_after, delete_after".to_owned());
+        return invalid(
+            "idle",
+            "must be in order: standby_after, hibernate_after, archive_after, delete_after".to_owned(),
+        );
+    }
+    if idle.archive_after.is_some() && idle.hibernate_after.is_none() {
+        return invalid("idle", "must have a hibernate_after with its archive_after".to_owned());
     }
     if idle.busy_percent.is_some_and(|percent| !(1..=100).contains(&percent)) {
         return invalid("idle", "must have a busy_percent of 1 to 100".to_owned());

@@ -14,7 +14,7 @@
 use std::{sync::Arc, time::Duration};
 
 use stockade_engine::Machine;
-use stockade_model::{MachineId, Sandbox, SandboxState, Tier};
+use stockade_model::{MachineId, Sandbox, SandboxState, SnapshotId, Tier};
 use stockade_store::TemplateRecord;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -22,11 +22,11 @@ use tracing::warn;
 use crate::{
     ServiceError, StateOf,
     clock::deadline_after,
-    create::{self, StartFrom, bring_up, step},
+    create::{self, StartFrom, Unmade, bring_up, step},
     dirs::Kind,
     error::store_error,
     live::{Take, Target},
-    owner::{Moved, Owner, Place},
+    owner::{Killer, Moved, Owner, Place},
 };
 
 impl Owner {
@@ -96,6 +96,15 @@ impl Owner {
         self.show(None);
         let directory = core.dirs.path(Kind::Paused, &saved);
         let cancel = CancellationToken::new();
+        if self.sandbox.tier == Some(Tier::Archived) {
+            let (brought, killed) = self.bring_from_archive(&saved, &cancel).await;
+            if let Some(killer) = killed {
+                return Ok(self.killed(None, killer));
+            }
+            if let Err(unmade) = brought {
+                return self.back_to_saved(unmade.into_error()).await;
+            }
+        }
         let from = StartFrom::State { directory: &directory, take, of: StateOf::Sandbox(self.sandbox.id.clone()) };
         let start = create::start(&core, &machine, &template.directory, from, &cancel);
         let (started, killed) = self.attend(&cancel, start).await;
@@ -112,6 +121,25 @@ impl Owner {
             return self.back_to_saved(error).await;
         }
         self.bring_back(machine, lifetime).await
+    }
+
+    /// Its directory, out of the archive; then it is as one that is hibernated.
+    async fn bring_from_archive(
+        &mut self,
+        saved: &SnapshotId,
+        cancel: &CancellationToken,
+    ) -> (Result<(), Unmade>, Option<Killer>) {
+        let (core, of) = (Arc::clone(&self.core), self.sandbox.id.clone());
+        let (brought, killed) = self.attend(cancel, core.unarchive(&of, saved, cancel)).await;
+        if killed.is_some() || brought.is_err() {
+            return (brought, killed);
+        }
+        let put = self.put(Sandbox { tier: Some(Tier::Hibernated), ..self.sandbox.clone() }).await;
+        if put.is_ok() {
+            // Should it go back to its directory from here on, the archive has no part in it.
+            core.remove_from_archive_soon(saved.clone());
+        }
+        (put.map_err(Unmade::from), None)
     }
 
     /// From a machine that is restored and whole to one that takes commands.
@@ -146,6 +174,7 @@ impl Owner {
     /// As it was before; there is no machine.
     async fn back_to_saved(&mut self, error: ServiceError) -> Moved {
         let (state, tier) = match self.sandbox.tier {
+            Some(Tier::Archived) => (SandboxState::Paused, Some(Tier::Archived)),
             Some(_) => (SandboxState::Paused, Some(Tier::Hibernated)),
             None => (SandboxState::Stopped, None),
         };

@@ -278,7 +278,11 @@ impl Service {
             PauseMode { memory: false, .. } => Target::Stopped,
             PauseMode { tier: Tier::Standby, .. } => Target::Standby,
             PauseMode { tier: Tier::Hibernated, .. } => Target::Hibernated,
+            PauseMode { tier: Tier::Archived, .. } => Target::Archived,
         };
+        if target == Target::Archived {
+            self.handle.core.archive()?;
+        }
         self.ask(who, id, |reply| Verb::Pause { target, reply }).await
     }
 

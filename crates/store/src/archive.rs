@@ -1,7 +1,7 @@
 //! Directories put away in an object store: a directory of this host, or S3.
 //!
 //! ```text
-//! <prefix>/<id>/<file>       one object per file
+//! <prefix>/<id>/<number>     one object per file
 //! <prefix>/<id>.json         names, lengths, checksums and rights; written last, removed first
 //! ```
 //!
@@ -19,10 +19,7 @@ use std::{
 
 use futures::{StreamExt, TryStreamExt};
 use object_store::{
-    ObjectStore, PutPayload,
-    aws::AmazonS3Builder,
-    buffered::BufWriter,
-    local::LocalFileSystem,
+    ObjectStore, PutPayload, aws::AmazonS3Builder, buffered::BufWriter, local::LocalFileSystem,
     path::Path as ObjectPath,
 };
 use serde::{Deserialize, Serialize};
@@ -94,18 +91,34 @@ pub struct Archive {
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct Manifest {
-    files: Vec<ArchivedFile>,
+    /// Each directory before what is in it.
+    entries: Vec<Entry>,
 }
 
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct ArchivedFile {
+struct Entry {
+    /// Below the directory, its parts separated by `/`.
     name: String,
-    bytes: u64,
-    sha256: String,
+    what: What,
     mode: u32,
     uid: u32,
     gid: u32,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, rename_all = "snake_case")]
+enum What {
+    Directory,
+    Link { to: String },
+    File { bytes: u64, sha256: String },
+}
+
+impl Manifest {
+    fn bytes(&self) -> u64 {
+        let bytes = |entry: &Entry| if let What::File { bytes, .. } = entry.what { bytes } else { 0 };
+        self.entries.iter().map(bytes).sum()
+    }
 }
 
 impl Archive {
@@ -115,7 +128,9 @@ impl Archive {
     /// It cannot be made.
     pub fn at_directory(directory: &Path) -> Result<Self, ArchiveError> {
         let make = host(format!("make {}", directory.display()));
-        std::fs::create_dir_all(directory).and_then(|()| std::fs::set_permissions(directory, rights(0o700))).map_err(make)?;
+        std::fs::create_dir_all(directory)
+            .and_then(|()| std::fs::set_permissions(directory, rights(0o700)))
+            .map_err(make)?;
         let store = LocalFileSystem::new_with_prefix(directory).map_err(store("open a directory"))?;
         let directory = directory.canonicalize().map_err(host("find the archive"))?;
         Ok(Self { store: Arc::new(store), prefix: ObjectPath::default(), directory: Some(directory) })
@@ -148,50 +163,50 @@ impl Archive {
     /// The directory cannot be read or the store fails; nothing is there then.
     pub async fn put(&self, id: &SnapshotId, directory: &Path) -> Result<u64, ArchiveError> {
         self.remove(id).await?;
-        let mut files = Vec::new();
-        for name in file_names(directory)? {
-            files.push(self.put_file(id, directory, name).await?);
+        let mut manifest = Manifest { entries: entries(directory)? };
+        for (number, entry) in manifest.entries.iter_mut().enumerate() {
+            if let What::File { .. } = entry.what {
+                entry.what = self.put_file(id, number, &directory.join(&entry.name), &entry.name).await?;
+            }
         }
-        let bytes = files.iter().map(|file| file.bytes).sum();
-        let manifest = serde_json::to_vec(&Manifest { files }).map_err(|error| host("write a manifest")(error.into()))?;
+        let bytes = manifest.bytes();
+        let manifest = serde_json::to_vec(&manifest).map_err(|error| host("write a manifest")(error.into()))?;
         let path = self.manifest(id);
         self.store.put(&path, PutPayload::from(manifest)).await.map_err(store("write a manifest"))?;
         self.make_durable(&path).await?;
         Ok(bytes)
     }
 
-    async fn put_file(&self, id: &SnapshotId, directory: &Path, name: String) -> Result<ArchivedFile, ArchiveError> {
-        let from = directory.join(&name);
-        let path = self.object(id, &name);
-        let read = |error| host(format!("read {}", from.display()))(error);
-        let mut file = File::open(&from).await.map_err(read)?;
-        let metadata = file.metadata().await.map_err(read)?;
+    async fn put_file(&self, id: &SnapshotId, number: usize, from: &Path, name: &str) -> Result<What, ArchiveError> {
+        let path = self.object(id, number);
+        let mut file = File::open(from).await.map_err(host(format!("read {}", from.display())))?;
         let mut writer = BufWriter::new(Arc::clone(&self.store), path.clone());
         let (mut hash, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; BUFFER_BYTES]);
         let copied = async {
             loop {
                 let length = file.read(&mut buffer).await?;
                 if length == 0 {
-                    return writer.shutdown().await;
+                    return Ok::<_, io::Error>(());
                 }
                 hash.update(&buffer[..length]);
                 bytes += length as u64;
                 writer.write_all(&buffer[..length]).await?;
             }
         };
-        if let Err(error) = copied.await {
-            // What was begun costs in some stores; that it cannot be taken back now is no news.
-            writer.abort().await.ok();
-            return Err(host(format!("put {} away", from.display()))(error));
-        }
+        // What a failed write leaves in some stores their own rules for unfinished uploads take away: this writer
+        // cannot take it back once it has failed.
+        let copied = match copied.await {
+            Ok(()) => writer.shutdown().await,
+            Err(error) => Err(error),
+        };
+        copied.map_err(host(format!("put {} away", from.display())))?;
         let found = self.store.head(&path).await.map_err(store("look at what was written"))?;
         if found.size != bytes {
             let reason = format!("has {} of {bytes} bytes", found.size);
-            return Err(ArchiveError::Damaged { id: id.clone(), file: name, reason });
+            return Err(ArchiveError::Damaged { id: id.clone(), file: name.to_owned(), reason });
         }
         self.make_durable(&path).await?;
-        let (mode, uid, gid) = (metadata.mode() & 0o7777, metadata.uid(), metadata.gid());
-        Ok(ArchivedFile { name, bytes, sha256: hex(&hash.finalize()), mode, uid, gid })
+        Ok(What::File { bytes, sha256: hex(&hash.finalize()) })
     }
 
     /// Brings a directory back; it must not exist and appears whole or not at all. The archive stays.
@@ -207,10 +222,13 @@ impl Archive {
         let brought = async {
             let made = tokio::fs::create_dir(&partial).await;
             made.map_err(host(format!("make {}", partial.display())))?;
-            for file in &manifest.files {
-                self.get_file(id, file, &partial).await?;
+            let mut directories = BTreeSet::from([String::new()]);
+            for (number, entry) in manifest.entries.iter().enumerate() {
+                self.get_entry(id, number, entry, &partial, &mut directories).await?;
             }
-            sync(&partial).await?;
+            for below in &directories {
+                sync(&partial.join(below)).await?;
+            }
             let renamed = tokio::fs::rename(&partial, directory).await;
             renamed.map_err(host(format!("make {}", directory.display())))?;
             sync(directory.parent().unwrap_or(directory)).await
@@ -222,40 +240,73 @@ impl Archive {
         brought
     }
 
-    async fn get_file(&self, id: &SnapshotId, file: &ArchivedFile, directory: &Path) -> Result<(), ArchiveError> {
-        let damaged = |reason: String| ArchiveError::Damaged { id: id.clone(), file: file.name.clone(), reason };
+    /// `directories`: those that were made here; nothing is written elsewhere.
+    async fn get_entry(
+        &self,
+        id: &SnapshotId,
+        number: usize,
+        entry: &Entry,
+        directory: &Path,
+        directories: &mut BTreeSet<String>,
+    ) -> Result<(), ArchiveError> {
+        let damaged = |reason: String| ArchiveError::Damaged { id: id.clone(), file: entry.name.clone(), reason };
+        let (parent, name) = entry.name.rsplit_once('/').unwrap_or(("", &entry.name));
         // A manifest is input like any other.
-        if file.name.is_empty() || file.name.starts_with('.') || file.name.contains(['/', '\0']) {
+        if !directories.contains(parent) || ["", ".", ".."].contains(&name) || name.contains('\0') {
             return Err(damaged("has a name that leads elsewhere".to_owned()));
         }
-        let to = directory.join(&file.name);
+        let to = directory.join(&entry.name);
         let write = |error| host(format!("write {}", to.display()))(error);
-        let object = match self.store.get(&self.object(id, &file.name)).await {
+        match &entry.what {
+            What::Directory => {
+                tokio::fs::create_dir(&to).await.map_err(write)?;
+                directories.insert(entry.name.clone());
+            }
+            What::Link { to: target } => {
+                // Its rights are those of what it leads to.
+                return tokio::fs::symlink(target, &to).await.map_err(write);
+            }
+            What::File { bytes, sha256 } => {
+                self.get_file(&self.object(id, number), &to, *bytes, sha256, &damaged).await?;
+            }
+        }
+        std::os::unix::fs::chown(&to, Some(entry.uid), Some(entry.gid)).map_err(write)?;
+        std::fs::set_permissions(&to, rights(entry.mode)).map_err(write)
+    }
+
+    async fn get_file(
+        &self,
+        object: &ObjectPath,
+        to: &Path,
+        expected: u64,
+        sha256: &str,
+        damaged: &(impl Fn(String) -> ArchiveError + Sync),
+    ) -> Result<(), ArchiveError> {
+        let write = |error| host(format!("write {}", to.display()))(error);
+        let object = match self.store.get(object).await {
             Err(object_store::Error::NotFound { .. }) => return Err(damaged("is missing".to_owned())),
             object => object.map_err(store("read a file"))?,
         };
         let mut stream = object.into_stream();
-        let mut out = File::create_new(&to).await.map_err(write)?;
+        let mut out = File::create_new(to).await.map_err(write)?;
         let (mut hash, mut bytes) = (Sha256::new(), 0);
         while let Some(piece) = stream.next().await {
             let piece = piece.map_err(store("read a file"))?;
             bytes += piece.len() as u64;
-            if bytes > file.bytes {
-                return Err(damaged(format!("has more than {} bytes", file.bytes)));
+            if bytes > expected {
+                return Err(damaged(format!("has more than {expected} bytes")));
             }
             hash.update(&piece);
             out.write_all(&piece).await.map_err(write)?;
         }
-        if bytes != file.bytes {
-            return Err(damaged(format!("has {bytes} of {} bytes", file.bytes)));
+        if bytes != expected {
+            return Err(damaged(format!("has {bytes} of {expected} bytes")));
         }
-        if hex(&hash.finalize()) != file.sha256 {
+        if hex(&hash.finalize()) != sha256 {
             return Err(damaged("has another checksum".to_owned()));
         }
         out.flush().await.map_err(write)?;
-        out.sync_all().await.map_err(write)?;
-        std::os::unix::fs::chown(&to, Some(file.uid), Some(file.gid)).map_err(write)?;
-        std::fs::set_permissions(&to, rights(file.mode)).map_err(write)
+        out.sync_all().await.map_err(write)
     }
 
     /// Bytes of an archive; `None`: there is none.
@@ -264,7 +315,7 @@ impl Archive {
     /// The store fails, or its manifest cannot be read.
     pub async fn bytes(&self, id: &SnapshotId) -> Result<Option<u64>, ArchiveError> {
         let manifest = self.read_manifest(id).await?;
-        Ok(manifest.map(|manifest| manifest.files.iter().map(|file| file.bytes).sum()))
+        Ok(manifest.map(|manifest| manifest.bytes()))
     }
 
     /// Removes an archive and whatever of it is half there. Repeatable.
@@ -292,10 +343,10 @@ impl Archive {
     pub async fn ids(&self) -> Result<BTreeSet<SnapshotId>, ArchiveError> {
         let prefix = (self.prefix != ObjectPath::default()).then_some(&self.prefix);
         let found = self.store.list_with_delimiter(prefix).await.map_err(store("list archives"))?;
-        let names = found.common_prefixes.iter().map(|path| path.parts().next_back());
-        let names = names.chain(found.objects.iter().map(|object| object.location.parts().next_back()));
+        let objects = found.objects.iter().map(|object| &object.location);
+        let names = found.common_prefixes.iter().chain(objects).filter_map(ObjectPath::filename);
         let id = |name: &str| name.strip_suffix(MANIFEST).unwrap_or(name).parse().ok();
-        Ok(names.flatten().filter_map(|name| id(name.as_ref())).collect())
+        Ok(names.filter_map(id).collect())
     }
 
     async fn read_manifest(&self, id: &SnapshotId) -> Result<Option<Manifest>, ArchiveError> {
@@ -319,8 +370,8 @@ impl Archive {
         }
     }
 
-    fn object(&self, id: &SnapshotId, name: &str) -> ObjectPath {
-        self.prefix.child(id.as_str()).child(name)
+    fn object(&self, id: &SnapshotId, number: usize) -> ObjectPath {
+        self.prefix.child(id.as_str()).child(number.to_string())
     }
 
     fn manifest(&self, id: &SnapshotId) -> ObjectPath {
@@ -336,24 +387,39 @@ impl Archive {
     }
 }
 
-/// The plain files of a directory, in order.
-fn file_names(directory: &Path) -> Result<Vec<String>, ArchiveError> {
-    let read = || host(format!("read {}", directory.display()));
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(directory).map_err(read())? {
-        let entry = entry.map_err(read())?;
-        let is_file = entry.file_type().map_err(read())?.is_file();
-        let name = entry.file_name().into_string();
-        match (is_file, name) {
-            (true, Ok(name)) => names.push(name),
-            _ => {
-                let problem = format!("{} is not a plain file", entry.path().display());
-                return Err(read()(io::Error::new(io::ErrorKind::InvalidData, problem)));
-            }
+/// What is in a directory and below, each directory before what is in it.
+fn entries(directory: &Path) -> Result<Vec<Entry>, ArchiveError> {
+    let mut found = Vec::new();
+    let mut pending = vec![String::new()];
+    while let Some(below) = pending.pop() {
+        let place = directory.join(&below);
+        let read = || host(format!("read {}", place.display()));
+        for entry in std::fs::read_dir(&place).map_err(read())? {
+            let entry = entry.map_err(read())?;
+            let odd = |what: &str| {
+                let problem = format!("{} {what}", entry.path().display());
+                read()(io::Error::new(io::ErrorKind::InvalidData, problem))
+            };
+            let name = entry.file_name().into_string().map_err(|_| odd("has a name that is not UTF-8"))?;
+            let name = if below.is_empty() { name } else { format!("{below}/{name}") };
+            let metadata = entry.metadata().map_err(read())?;
+            let what = if metadata.is_dir() {
+                pending.push(name.clone());
+                What::Directory
+            } else if metadata.is_symlink() {
+                let to = std::fs::read_link(entry.path()).map_err(read())?.into_os_string().into_string();
+                What::Link { to: to.map_err(|_| odd("leads to what is not UTF-8"))? }
+            } else if metadata.is_file() {
+                What::File { bytes: 0, sha256: String::new() }
+            } else {
+                return Err(odd("is neither a file nor a directory"));
+            };
+            let (mode, uid, gid) = (metadata.mode() & 0o7777, metadata.uid(), metadata.gid());
+            found.push(Entry { name, what, mode, uid, gid });
         }
     }
-    names.sort();
-    Ok(names)
+    found.sort_by(|one, other| one.name.split('/').cmp(other.name.split('/')));
+    Ok(found)
 }
 
 async fn sync(path: &Path) -> Result<(), ArchiveError> {
@@ -405,6 +471,9 @@ mod tests {
         std::fs::write(from.join("layer.qcow2"), b"layer").expect("written");
         std::fs::write(from.join("empty"), b"").expect("written");
         std::fs::set_permissions(from.join("empty"), rights(0o440)).expect("set");
+        std::fs::create_dir_all(from.join("deep/er")).expect("made");
+        std::fs::write(from.join("deep/er/file"), b"deep").expect("written");
+        std::os::unix::fs::symlink("../layer.qcow2", from.join("deep/link")).expect("linked");
         Place { archive, id: SnapshotId::random(), from, temp }
     }
 
@@ -414,12 +483,12 @@ mod tests {
         assert!(matches!(archive.get(&id, &temp.path().join("to")).await, Err(ArchiveError::Missing { .. })));
         for round in 0..2 {
             let bytes = archive.put(&id, &from).await.expect("put away");
-            assert_eq!(bytes, (23 << 20) + 5);
+            assert_eq!(bytes, (23 << 20) + 5 + 4);
             assert_eq!(archive.bytes(&id).await.expect("known"), Some(bytes));
             assert_eq!(archive.ids().await.expect("a list"), [id.clone()].into());
             let to = temp.path().join(format!("to-{round}"));
             archive.get(&id, &to).await.expect("brought back");
-            for name in ["memory", "layer.qcow2", "empty"] {
+            for name in ["memory", "layer.qcow2", "empty", "deep/er/file", "deep/link"] {
                 assert!(std::fs::read(to.join(name)).expect("there") == std::fs::read(from.join(name)).expect("there"));
                 let mode = |path: &Path| std::fs::metadata(path).expect("there").mode();
                 assert_eq!(mode(&to.join(name)), mode(&from.join(name)));
@@ -434,7 +503,8 @@ mod tests {
 
     #[tokio::test]
     async fn damage_is_found_named_and_leaves_nothing() {
-        let spoils: [(&str, fn(&Path)); 4] = [
+        type Spoil = fn(&Path);
+        let spoils: [(&str, Spoil); 4] = [
             ("another checksum", |file| std::fs::write(file, b"lager").expect("written")),
             ("has 3 of 5 bytes", |file| std::fs::write(file, b"lay").expect("written")),
             ("more than 5 bytes", |file| std::fs::write(file, b"layers").expect("written")),
@@ -443,7 +513,8 @@ mod tests {
         for (reason, spoil) in spoils {
             let Place { temp, archive, id, from } = place();
             archive.put(&id, &from).await.expect("put away");
-            spoil(&temp.path().join("archive").join(id.as_str()).join("layer.qcow2"));
+            // After deep, deep/er, deep/er/file, deep/link and empty.
+            spoil(&temp.path().join("archive").join(id.as_str()).join("5"));
             let refused = archive.get(&id, &temp.path().join("to")).await.expect_err(reason).to_string();
             assert!(refused.contains("layer.qcow2") && refused.contains(reason), "{refused}");
             let left: Vec<_> = std::fs::read_dir(temp.path()).expect("there").collect();
@@ -455,9 +526,10 @@ mod tests {
     async fn a_manifest_cannot_lead_out_of_its_directory() {
         let Place { temp, archive, id, from } = place();
         archive.put(&id, &from).await.expect("put away");
-        for name in ["../escaped", "/etc/escaped", "..", ""] {
-            let file = serde_json::json!({"name": name, "bytes": 0, "sha256": "", "mode": 0o644, "uid": 0, "gid": 0});
-            let manifest = serde_json::json!({"files": [file]}).to_string();
+        for name in ["../escaped", "/etc/escaped", "..", "", "link/escaped"] {
+            let entry = |name: &str, what: serde_json::Value| serde_json::json!({"name": name, "what": what, "mode": 0o755, "uid": 0, "gid": 0});
+            let link = entry("link", serde_json::json!({"link": {"to": "/etc"}}));
+            let manifest = serde_json::json!({"entries": [link, entry(name, "directory".into())]}).to_string();
             std::fs::write(temp.path().join(format!("archive/{id}.json")), manifest).expect("written");
             let refused = archive.get(&id, &temp.path().join("to")).await.expect_err(name);
             assert!(refused.to_string().contains("leads elsewhere"), "{refused}");

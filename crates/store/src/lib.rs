@@ -13,6 +13,7 @@
 //! the sandbox id, never kept; environments, networks and the secrets of users are sealed. The key for both is in a file of its own
 //! beside the database ([`SecretFile`]), so that a copied database alone gives nothing away.
 
+mod archive;
 mod audit;
 mod error;
 mod idempotency;
@@ -28,6 +29,7 @@ mod snapshots;
 mod templates;
 mod usage;
 
+pub use archive::{Archive, ArchiveError};
 pub use audit::{AuditQuery, AuditRow};
 pub use error::StoreError;
 pub use idempotency::{Idempotency, IdempotencyRecord};

@@ -85,6 +85,9 @@ pub(super) struct Idle {
     /// Seconds until it is hibernated: kept in files, at the price of its disk.
     #[serde(default)]
     hibernate_after_seconds: Option<f64>,
+    /// Seconds until it goes into the archive, once it is hibernated.
+    #[serde(default)]
+    archive_after_seconds: Option<f64>,
     /// Seconds until it ends, whatever tier it is in by then.
     #[serde(default)]
     delete_after_seconds: Option<f64>,
@@ -105,6 +108,7 @@ impl Idle {
         Ok(IdleRules {
             standby_after: time("standby_after_seconds", self.standby_after_seconds)?,
             hibernate_after: time("hibernate_after_seconds", self.hibernate_after_seconds)?,
+            archive_after: time("archive_after_seconds", self.archive_after_seconds)?,
             delete_after: time("delete_after_seconds", self.delete_after_seconds)?,
             busy_percent: self.busy_percent,
         })
@@ -117,6 +121,7 @@ impl From<IdleRules> for Idle {
         Self {
             standby_after_seconds: seconds(rules.standby_after),
             hibernate_after_seconds: seconds(rules.hibernate_after),
+            archive_after_seconds: seconds(rules.archive_after),
             delete_after_seconds: seconds(rules.delete_after),
             busy_percent: rules.busy_percent,
         }

@@ -19,6 +19,7 @@ async fn a_sandbox_goes_down_each_way_and_comes_back_under_its_id() {
     for (body, state, tier) in [
         (json!({"tier": "standby"}), "paused", json!("standby")),
         (json!({}), "paused", json!("hibernated")),
+        (json!({"tier": "archived"}), "paused", json!("archived")),
         (json!({"memory": false}), "stopped", Value::Null),
     ] {
         let paused = done(&t, &path("pause"), body).await;
@@ -110,7 +111,7 @@ async fn idle_rules_are_given_shown_and_changed_and_nonsense_is_named() {
     let idle = json!({"standby_after_seconds": 60, "delete_after_seconds": 600});
     let made = done(&t, "/v1/sandboxes", json!({"idle": idle})).await;
     let shown = json!({"standby_after_seconds": 60.0, "hibernate_after_seconds": null,
-        "delete_after_seconds": 600.0, "busy_percent": null});
+        "archive_after_seconds": null, "delete_after_seconds": 600.0, "busy_percent": null});
     assert_eq!(made["idle"], shown);
     let id = made["id"].as_str().expect("an id");
     let path = format!("/v1/sandboxes/{id}");

@@ -9,7 +9,7 @@ use stockade_api::{ServeConfig, Server, Tls};
 use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
 use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
 use stockade_service::{Service, ServiceConfig};
-use stockade_store::{SecretFile, Store};
+use stockade_store::{Archive, SecretFile, Store};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -143,6 +143,7 @@ async fn service(dir: &TempDir, host: &FakeHost) -> Service {
     let store = Store::open(&dir.path().join("stockade.db"), secret).await.expect("a store");
     let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host.clone())), store);
     config.pool_size = 0;
+    config.archive = Some(Archive::at_directory(&dir.path().join("archive")).expect("an archive"));
     config.metrics_period = Duration::ZERO;
     let service = Service::start(config).await.expect("a service");
     let id = TemplateId::random();

@@ -9,7 +9,11 @@ use crate::{
 };
 
 pub(super) async fn pause(context: &Context, args: Pause) -> Result<(), Failure> {
-    let tier = if args.standby { "standby" } else { "hibernated" };
+    let tier = match (args.standby, args.archive) {
+        (true, _) => "standby",
+        (_, true) => "archived",
+        _ => "hibernated",
+    };
     let body = json!({"memory": !args.disk_only, "tier": tier});
     let sandbox = context.client.change(&args.sandbox, "pause", &body).await?;
     context.ui.data(&sandbox, || sandbox.state.clone())
@@ -63,8 +67,9 @@ pub(super) async fn set(context: &Context, args: Set) -> Result<(), Failure> {
 
 impl Rules {
     fn has_idle(&self) -> bool {
-        let Self { standby_after, hibernate_after, delete_after, busy_percent, .. } = self;
-        standby_after.is_some() || hibernate_after.is_some() || delete_after.is_some() || busy_percent.is_some()
+        let Self { standby_after, hibernate_after, archive_after, delete_after, busy_percent, .. } = self;
+        let times = [standby_after, hibernate_after, archive_after, delete_after];
+        times.iter().any(|time| time.is_some()) || busy_percent.is_some()
     }
 }
 
@@ -80,6 +85,7 @@ pub(super) fn rules(rules: &Rules, idle: &Value) -> Map<String, Value> {
         };
         put("standby_after_seconds", rules.standby_after);
         put("hibernate_after_seconds", rules.hibernate_after);
+        put("archive_after_seconds", rules.archive_after);
         put("delete_after_seconds", rules.delete_after);
         let percent = rules.busy_percent.map(|percent| (percent > 0).then_some(percent));
         idle.extend(percent.map(|percent| ("busy_percent".to_owned(), json!(percent))));

@@ -21,7 +21,7 @@ use stockade_engine::Engine;
 use stockade_images::Images;
 use stockade_model::Prices;
 use stockade_service::{NetworkConfig, Service, ServiceConfig};
-use stockade_store::{SecretFile, Store};
+use stockade_store::{Archive, SecretFile, Store};
 use tokio::{
     net::TcpListener,
     signal::unix::{SignalKind, signal},
@@ -121,7 +121,13 @@ async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -
         snapshot_gib_hour: args.prices.price_snapshot_gib_hour,
         egress_gib: args.prices.price_egress_gib,
     };
+    let archive = match &args.archive {
+        Some(url) => Archive::at(url),
+        None => Archive::at_directory(&data_dir.join("archive")),
+    };
+    let archive = archive.map_err(|error| Failure::new("archive_failed", chain(&error)))?;
     let config = ServiceConfig {
+        archive: Some(archive),
         pool_size: args.pool,
         pool_memory_mib: args.pool_memory,
         prices,

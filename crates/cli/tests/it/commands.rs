@@ -71,7 +71,9 @@ async fn templates_and_versions_are_told() {
 async fn a_sandbox_is_paused_resumed_forked_and_started_from_its_snapshot() {
     let server = TestServer::start().await;
     let id = server.create().await;
-    for (arguments, state) in [(&["--standby"][..], "paused"), (&[], "paused"), (&["--disk-only"], "stopped")] {
+    let ways =
+        [(&["--standby"][..], "paused"), (&[], "paused"), (&["--archive"], "paused"), (&["--disk-only"], "stopped")];
+    for (arguments, state) in ways {
         let pause = [&["pause", &id], arguments].concat();
         assert_eq!(server.ok(&pause).await.trim(), state);
         assert_eq!(server.ok(&["ls", "-q", "--state", state]).await, format!("{id}\n"));
@@ -128,7 +130,7 @@ async fn a_sandbox_is_stopped_started_and_its_rules_are_set() {
     let set: Value = serde_json::from_str(&server.ok(&set).await).expect("JSON");
     assert_eq!((set["state"].as_str(), set["on_timeout"].as_str()), (Some("stopped"), Some("stop")));
     let idle = serde_json::json!({"standby_after_seconds": 60.0, "hibernate_after_seconds": 600.0,
-        "delete_after_seconds": null, "busy_percent": 5});
+        "archive_after_seconds": null, "delete_after_seconds": null, "busy_percent": 5});
     assert_eq!(set["idle"], idle, "what was not typed stays");
     assert!(server.ok(&["start", id]).await.starts_with("deadline "));
     let never = server.ok(&["set", id, "--standby-after", "never", "--busy-percent", "0", "--json"]).await;

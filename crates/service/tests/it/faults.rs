@@ -36,7 +36,7 @@ async fn a_create_that_fails_at_any_step_leaves_a_record_and_nothing_else() {
 #[tokio::test]
 async fn a_guest_that_never_answers_fails_the_create_in_bounded_time() {
     for step in Step::CREATE {
-        let t = TestServer::start_with(|config| config.step_patience = Duration::from_millis(50)).await;
+        let t = TestServer::start_with(|config| config.step_patience = Duration::from_millis(500)).await;
         let _hang = t.host.hang(step, Moment::Before);
         let failed = t.try_create(request()).await;
         assert!(matches!(failed, Err(ServiceError::Engine(_))), "{step:?}: {failed:?}");

@@ -286,3 +286,19 @@ async fn a_rollback_keeps_the_id_and_forgets_what_came_after() {
         assert!(matches!(refused, Err(ServiceError::Invalid { field: "snapshot", .. })), "{refused:?}");
     }
 }
+
+#[tokio::test]
+async fn a_host_without_room_refuses_a_fork_before_anything_changes() {
+    let t = TestServer::start().await;
+    let parent = t.create().await;
+    t.host.set_full(true);
+    let wanted = ForkRequest { count: 3, ..ForkRequest::default() };
+    let refused = within(t.service.fork(&t.who, &parent.id, wanted)).await;
+    let no_capacity =
+        |error: &ServiceError| matches!(error, ServiceError::Engine(stockade_engine::EngineError::NoCapacity { .. }));
+    assert!(refused.as_ref().err().is_some_and(no_capacity), "{refused:?}");
+    t.host.set_full(false);
+    assert_eq!(t.everything().await.len(), 1);
+    assert_eq!(t.service.events(&t.who, &parent.id).await.expect("events").len(), 2);
+    t.assert_nothing_stray().await;
+}

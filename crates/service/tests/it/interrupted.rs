@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use stockade_engine::fake::{Moment, Step};
 use stockade_model::{SandboxId, SandboxState};
-use stockade_service::{ForkRequest, PauseMode, Principal, Service, ServiceError, SnapshotRequest, SnapshotScope};
+use stockade_service::{
+    ForkRequest, PauseMode, Principal, Service, ServiceError, SnapshotFilter, SnapshotRequest, SnapshotScope,
+};
 
 use crate::{
     states::{HIBERNATED, STANDBY, STOPPED},
@@ -122,11 +124,9 @@ async fn check(t: &TestServer, scene: &Scene, told: &str) {
 
 async fn check_nothing_stray(t: &TestServer, told: &str) {
     println!("{told}");
-    eventually("moments between are forgotten", || {
-        // A snapshot's record is what names its directory; ephemeral ones have none that is seen.
-        t.directories("snapshots").len() <= 1
-    })
-    .await;
+    let all = SnapshotFilter { limit: 100, ..SnapshotFilter::default() };
+    let recorded = within(t.service.snapshots(&t.who, &all)).await.expect("a list").items.len();
+    eventually("moments between are forgotten", || t.directories("snapshots").len() == recorded).await;
     t.assert_nothing_stray().await;
 }
 

@@ -1,5 +1,6 @@
 //! The service on the fake engine: what it promises, step by step and over restarts.
 
+mod archive;
 mod deadlines;
 mod faults;
 mod forks;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use stockade_engine::{GuestClient, MachineExit};
 use stockade_model::{EndCause, IdleRules, OnTimeout, SandboxId, SandboxState, Tier};
-use stockade_service::{CreateSandbox, PauseMode, ServiceError};
+use stockade_service::{CreateSandbox, LifeChange, PauseMode, ServiceError};
 
 use crate::{
     lifecycle::run,
@@ -230,4 +230,50 @@ async fn a_full_host_refuses_a_resume_and_the_sandbox_stays_paused() {
     t.host.set_full(false);
     t.resume(&sandbox.id).await;
     t.assert_nothing_stray().await;
+}
+
+#[tokio::test]
+async fn a_guest_that_works_by_itself_is_in_use_if_its_rules_say_so() {
+    let t = TestServer::start().await;
+    let idle = IdleRules { standby_after: Some(Duration::from_millis(20)), ..IdleRules::default() };
+    let busy = IdleRules { busy_percent: Some(10), ..idle };
+    let make = async |idle| t.try_create(CreateSandbox { idle, ..request() }).await.expect("created");
+    let (counted, not) = (make(busy).await, make(idle).await);
+    let works = async {
+        // Two looks long: it uses a whole processor.
+        for _ in 0..100 {
+            for sandbox in [&counted, &not] {
+                t.host.use_cpu(sandbox.machine.as_ref().expect("machine"), 50_000);
+            }
+            tokio::time::sleep(Duration::from_millis(40)).await;
+        }
+    };
+    works.await;
+    assert_eq!(t.get(&counted.id).await.state, SandboxState::Running);
+    assert_eq!(t.get(&not.id).await.tier, Some(Tier::Standby));
+    t.wait_for(&counted.id, SandboxState::Paused).await;
+}
+
+#[tokio::test]
+async fn rules_are_changed_in_every_state_and_obeyed_from_then_on() {
+    let mut t = TestServer::start().await;
+    let sandbox = t.create().await;
+    let idle = |ms| IdleRules { hibernate_after: Some(Duration::from_millis(ms)), ..IdleRules::default() };
+    let change = |idle| LifeChange { idle: Some(idle), auto_resume: Some(true), ..LifeChange::default() };
+    t.pause(&sandbox.id, STANDBY).await;
+    let set = within(t.service.set_rules(&t.who, &sandbox.id, change(idle(30)))).await.expect("set");
+    assert_eq!((set.state, set.rules.idle), (SandboxState::Paused, idle(30)));
+    let deeper = async {
+        while t.get(&sandbox.id).await.tier != Some(Tier::Hibernated) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    within(deeper).await;
+    t.crash().await;
+    assert_eq!(t.get(&sandbox.id).await.rules.idle, idle(30), "it is recorded");
+    within(t.service.set_rules(&t.who, &sandbox.id, change(IdleRules::default()))).await.expect("set");
+    t.guest(&sandbox.id).await.health().await.expect("a request brings it back");
+    let nonsense = change(IdleRules { busy_percent: Some(0), ..IdleRules::default() });
+    let refused = within(t.service.set_rules(&t.who, &sandbox.id, nonsense)).await;
+    assert!(matches!(refused, Err(ServiceError::Invalid { field: "idle", .. })), "{refused:?}");
 }

@@ -8,7 +8,7 @@ use stockade_model::{
     EndCause, MachineShape, Sandbox, SandboxId, SandboxState, Template, TemplateId, TemplateState, Tier, WorkspaceId,
 };
 use stockade_service::{CreateSandbox, ListFilter, Principal, Service, ServiceConfig, ServiceError, SnapshotFilter};
-use stockade_store::{SecretFile, Store};
+use stockade_store::{Archive, SecretFile, Store};
 use tempfile::TempDir;
 
 /// Nothing here takes that long unless it hangs.
@@ -139,14 +139,28 @@ impl TestServer {
         let mut machines: Vec<_> = alive.iter().filter_map(|sandbox| sandbox.machine.clone()).collect();
         machines.sort();
         assert_eq!(self.host.machines(), machines);
-        let mut saved: Vec<_> = alive.iter().filter_map(|sandbox| Some(sandbox.saved.clone()?.to_string())).collect();
-        saved.sort();
-        assert_eq!(self.directories("paused"), saved);
+        let is_archived = |sandbox: &&Sandbox| sandbox.tier == Some(Tier::Archived);
+        let (archived, here): (Vec<_>, Vec<_>) = alive.iter().partition(is_archived);
+        let saved = |sandboxes: Vec<&Sandbox>| {
+            let mut saved: Vec<_> =
+                sandboxes.into_iter().filter_map(|sandbox| Some(sandbox.saved.clone()?.to_string())).collect();
+            saved.sort();
+            saved
+        };
+        assert_eq!(self.directories("paused"), saved(here));
+        let mut in_archive = self.directories("archive");
+        in_archive.retain(|name| !name.ends_with(".json"));
+        assert_eq!(in_archive, saved(archived));
         let all = SnapshotFilter { limit: 1000, ..<_>::default() };
         let snapshots = within(self.service.snapshots(&self.who, &all)).await.expect("a list").items;
         let mut snapshots: Vec<_> = snapshots.into_iter().map(|snapshot| snapshot.id.to_string()).collect();
         snapshots.sort();
         assert_eq!(self.directories("snapshots"), snapshots);
+    }
+
+    /// Where the server keeps its things.
+    pub(crate) fn path(&self) -> &std::path::Path {
+        self.dir.path()
     }
 
     /// What is in a directory of saved state.
@@ -163,6 +177,7 @@ async fn serve(dir: &TempDir, host: &FakeHost, configure: &dyn Fn(&mut ServiceCo
     let secret = SecretFile::open_or_create(&dir.path().join("secret")).expect("secret");
     let store = Store::open(&dir.path().join("stockade.db"), secret).await.expect("store");
     let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host.clone())), store.clone());
+    config.archive = Some(Archive::at_directory(&dir.path().join("archive")).expect("archive"));
     config.pool_size = 0;
     config.metrics_period = Duration::ZERO;
     config.meter_period = Duration::ZERO;

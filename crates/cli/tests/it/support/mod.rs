@@ -14,7 +14,7 @@ use stockade_engine::{
 };
 use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
 use stockade_service::{Service, ServiceConfig};
-use stockade_store::{SecretFile, Store};
+use stockade_store::{Archive, SecretFile, Store};
 use tempfile::TempDir;
 use tokio::{io::AsyncWriteExt as _, net::TcpListener, process::Command};
 
@@ -38,7 +38,8 @@ impl TestServer {
         let secret = SecretFile::open_or_create(&directory.path().join("secret")).expect("a secret");
         let store = Store::open(&directory.path().join("db"), secret).await.expect("a store");
         let template = boot_template(engine.as_ref(), directory.path()).await;
-        let config = ServiceConfig { pool_size: 0, ..ServiceConfig::new(engine, store) };
+        let archive = Some(Archive::at_directory(&directory.path().join("archive")).expect("an archive"));
+        let config = ServiceConfig { pool_size: 0, archive, ..ServiceConfig::new(engine, store) };
         let service = Service::start(config).await.expect("a service");
         service.register_template(template.0, &template.1).await.expect("a template");
         let workspace = service.default_workspace().await.expect("a workspace");
