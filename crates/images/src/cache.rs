@@ -188,7 +188,8 @@ async fn link_directory(source: &Path, target: &Path) -> Result<(), ImageError> 
 pub(crate) async fn link_file(from: &Path, to: &Path) -> Result<(), ImageError> {
     let action = || format!("link {} to {}", from.display(), to.display());
     match fs::hard_link(from, to) {
-        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {}
+        // Refused also where the file is another user's (`fs.protected_hardlinks`).
+        Err(error) if matches!(error.kind(), io::ErrorKind::CrossesDevices | io::ErrorKind::PermissionDenied) => {}
         done => return done.map_err(ImageError::host(action())),
     }
     let copy =

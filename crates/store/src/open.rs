@@ -40,6 +40,7 @@ impl Store {
     /// The file cannot be used, comes from a newer build, or belongs to another secret file.
     pub async fn open(database: &Path, secret: SecretFile) -> Result<Self, StoreError> {
         let fail = |source| StoreError::Open { path: database.to_owned(), source };
+        close_to_others(database).map_err(|error| fail(sqlx::Error::Io(error)))?;
         let options = SqliteConnectOptions::new()
             .filename(database)
             .create_if_missing(true)
@@ -115,6 +116,23 @@ impl Store {
         }
         Ok(())
     }
+}
+
+/// Makes the database its owner's alone. SQLite gives the files beside it the same mode.
+fn close_to_others(database: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+
+    let mode = 0o600;
+    std::fs::OpenOptions::new().create(true).append(true).mode(mode).open(database)?;
+    for ending in ["", "-wal", "-shm"] {
+        let mut name = database.as_os_str().to_owned();
+        name.push(ending);
+        match std::fs::set_permissions(&name, std::fs::Permissions::from_mode(mode)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Runs a transaction in a task of its own. The caller of a verb may go away in the middle; on the one connection

@@ -401,3 +401,17 @@ async fn a_locked_database_is_busy_and_not_broken() {
     lock.rollback().await.expect("unlocked");
     assert_eq!(store.insert_sandbox(&record, None).await.expect("written"), Inserted::New);
 }
+
+#[tokio::test]
+async fn the_files_are_closed_to_others() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let dir = tempfile::tempdir().expect("a directory");
+    let store = open(dir.path()).await.expect("opened");
+    let workspace = store.default_workspace().await.expect("there is one");
+    store.insert_sandbox(&sandbox(&store, &workspace, 0), None).await.expect("written");
+    for name in ["stockade.db", "stockade.db-wal", "stockade.db-shm"] {
+        let mode = std::fs::metadata(dir.path().join(name)).expect("is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+}

@@ -64,7 +64,12 @@ impl DataDir {
     pub(crate) fn api_key(&self) -> Result<(Secret, bool), Failure> {
         let path = self.key_file();
         match fs::read_to_string(&path) {
-            Ok(text) => return Ok((Secret::new(text.trim()), false)),
+            Ok(text) if is_key(text.trim()) => return Ok((Secret::new(text.trim()), false)),
+            Ok(_) => {
+                let message = format!("{} holds no API key: one line of 20 to 256 visible characters", path.display());
+                return Err(Failure::new("bad_api_key", message)
+                    .hint("put the key back, or remove the file: a new key is made at the next start"));
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(Failure::host(format!("read {}", path.display()), error)),
         }
@@ -174,6 +179,11 @@ fn unusable(path: &Path, error: &io::Error) -> Failure {
     failure.hint("name a directory this user can write with --data-dir or STOCKADE_DATA_DIR")
 }
 
+/// A key somebody could guess would open everything.
+fn is_key(text: &str) -> bool {
+    (20..=256).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
 #[cfg(test)]
 mod tests {
     use tempfile::TempDir;
@@ -194,6 +204,18 @@ mod tests {
         assert_eq!(holder(place.path()), None);
         let (again, is_new) = DataDir::take(place.path()).expect("taken again").api_key().expect("a key");
         assert!(!is_new && again.matches(key.expose()));
+    }
+
+    #[test]
+    fn a_key_file_without_a_key_is_refused() {
+        let place = TempDir::new().expect("a dir");
+        let data_dir = DataDir::take(place.path()).expect("taken");
+        for text in ["", "x", "e2b_wrong", "two words that are long enough", &"k".repeat(257)] {
+            fs::write(data_dir.key_file(), text).expect("written");
+            assert_eq!(data_dir.api_key().expect_err("no key").code, "bad_api_key", "{text}");
+        }
+        fs::write(data_dir.key_file(), "a-key-of-the-operators-own\n").expect("written");
+        assert!(data_dir.api_key().expect("a key").0.matches("a-key-of-the-operators-own"));
     }
 
     #[test]
