@@ -44,3 +44,15 @@ pub fn stockade_program() -> PathBuf {
     assert!(path.exists(), "{} is not built: cargo build -p stockade-cli, or make test", path.display());
     path
 }
+
+/// What a test draws its random numbers from: `STOCKADE_SEED`, or a new one, which it prints.
+pub fn seed() -> u64 {
+    let given = std::env::var("STOCKADE_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = given.unwrap_or_else(|| {
+        let mut bytes = [0; 8];
+        getrandom::fill(&mut bytes).expect("the kernel has random bytes");
+        u64::from_le_bytes(bytes)
+    });
+    println!("STOCKADE_SEED={seed}");
+    seed
+}

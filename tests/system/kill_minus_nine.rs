@@ -33,12 +33,7 @@ struct Ledger {
 
 #[tokio::test]
 async fn killed_fifty_times_the_server_loses_nothing_and_leaves_nothing() {
-    let seed = std::env::var("STOCKADE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
-        let mut bytes = [0; 8];
-        getrandom::fill(&mut bytes).expect("the kernel has random bytes");
-        u64::from_le_bytes(bytes)
-    });
-    println!("STOCKADE_SEED={seed}");
+    let seed = stockade_system_tests::seed();
     let mut random = Random(seed | 1);
 
     let mut server = TestServer::start_with(&["--pool", "1"]).await;

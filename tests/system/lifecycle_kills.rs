@@ -48,12 +48,7 @@ struct Held {
 
 #[tokio::test]
 async fn killed_in_the_middle_of_every_verb_the_server_loses_nothing() {
-    let seed = std::env::var("STOCKADE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
-        let mut bytes = [0; 8];
-        getrandom::fill(&mut bytes).expect("the kernel has random bytes");
-        u64::from_le_bytes(bytes)
-    });
-    println!("STOCKADE_SEED={seed}");
+    let seed = stockade_system_tests::seed();
     let mut random = seed | 1;
     let mut server = TestServer::start().await;
     let id = server.create("base").await.id().to_owned();

@@ -129,8 +129,12 @@ async fn settle(core: &Arc<Core>, sandbox: Sandbox, intended: Option<Ending>) ->
     let past = Past::of(core, &sandbox).await?;
     let bytes = match (&sandbox.saved, &core.config.archive) {
         (Some(saved), Some(archive)) if sandbox.tier == Some(Tier::Archived) => {
-            // Not known is not free of charge, but no reason not to start.
-            archive.bytes(saved).await.ok().flatten().unwrap_or_default()
+            match past.held(&sandbox) {
+                // Asking the archive for each would keep the server from starting.
+                Some(bytes) => bytes,
+                // Not known is not free of charge, but no reason not to start.
+                None => archive.bytes(saved).await.ok().flatten().unwrap_or_default(),
+            }
         }
         (Some(saved), _) => bytes_of(&core.dirs.path(Kind::Paused, saved)),
         (None, _) => 0,

@@ -321,6 +321,12 @@ impl Past {
         Ok(Self { last, events })
     }
 
+    /// Bytes it held where it still is, if that was written down.
+    pub(crate) fn held(&self, sandbox: &Sandbox) -> Option<u64> {
+        let last = self.last.as_ref().filter(|last| last.state == word(sandbox.state, sandbox.tier));
+        last.map(|last| last.disk_seen).filter(|bytes| *bytes > 0)
+    }
+
     /// Goes on with the last row up to the last event. `None`: it has not run yet, or uses nothing any more.
     fn catch_up(self, sandbox: &Sandbox, closed: &mut Vec<UsageRow>) -> Option<Account> {
         let counted = self.last.as_ref().map_or(Timestamp::MIN, |last| last.to);

@@ -294,10 +294,7 @@ impl Service {
         id: &SandboxId,
         lifetime: Option<Duration>,
     ) -> Result<Sandbox, ServiceError> {
-        if let Some(lifetime) = lifetime {
-            request::check_lifetime(lifetime, self.handle.core.config.max_lifetime)?;
-        }
-        self.ask(who, id, |reply| Verb::Resume { lifetime, take: Take::All, reply }).await
+        self.resume_taking(who, id, lifetime, Take::All).await
     }
 
     /// Boots a paused or stopped sandbox from its disk and forgets its memory: the way out where that can no
@@ -308,10 +305,20 @@ impl Service {
         id: &SandboxId,
         lifetime: Option<Duration>,
     ) -> Result<Sandbox, ServiceError> {
+        self.resume_taking(who, id, lifetime, Take::Disk).await
+    }
+
+    async fn resume_taking(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        lifetime: Option<Duration>,
+        take: Take,
+    ) -> Result<Sandbox, ServiceError> {
         if let Some(lifetime) = lifetime {
             request::check_lifetime(lifetime, self.handle.core.config.max_lifetime)?;
         }
-        self.ask(who, id, |reply| Verb::Resume { lifetime, take: Take::Disk, reply }).await
+        self.ask(who, id, |reply| Verb::Resume { lifetime, take, reply }).await
     }
 
     /// Shuts a sandbox down and keeps its disk.

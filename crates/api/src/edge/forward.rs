@@ -28,6 +28,27 @@ pub(crate) enum Reason {
     Internal,
 }
 
+impl Reason {
+    pub(crate) fn status(self) -> StatusCode {
+        match self {
+            Self::NotFound | Self::PortClosed | Self::BadAnswer => StatusCode::BAD_GATEWAY,
+            Self::InTransition => StatusCode::CONFLICT,
+            Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// E2B's SDKs look for the first two sentences; they are never to be changed.
+    pub(crate) fn message(self) -> &'static str {
+        match self {
+            Self::NotFound => "The sandbox was not found",
+            Self::PortClosed => "The sandbox is running but port is not open",
+            Self::InTransition => "The sandbox is still being made; try again",
+            Self::BadAnswer => "The server in the sandbox broke off before it answered",
+            Self::Internal => "The sandbox could not be looked up",
+        }
+    }
+}
+
 pub(crate) async fn find(app: &AppState, id: &str) -> Result<(Sandbox, GuestClient), Reason> {
     let Ok(id) = id.parse() else { return Err(Reason::NotFound) };
     match app.service.guest_by_token(&id, None).await {

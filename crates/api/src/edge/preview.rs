@@ -147,22 +147,16 @@ fn closed() -> Response {
 }
 
 fn unreachable(reason: Reason, port: u16) -> Response {
-    match reason {
-        Reason::NotFound => refuse(StatusCode::BAD_GATEWAY, "sandbox_not_found", "The sandbox was not found"),
-        Reason::PortClosed => refuse(
-            StatusCode::BAD_GATEWAY,
-            "port_closed",
-            &format!("The sandbox is running but port {port} is not open"),
-        ),
-        Reason::InTransition => {
-            refuse(StatusCode::CONFLICT, "wrong_state", "The sandbox is still being made; try again")
-        }
-        Reason::BadAnswer => {
-            let message = "The server in the sandbox broke off before it answered";
-            refuse(StatusCode::BAD_GATEWAY, "guest_broke_off", message)
-        }
-        Reason::Internal => refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", "The sandbox could not be looked up"),
-    }
+    let code = match reason {
+        Reason::NotFound => "sandbox_not_found",
+        Reason::PortClosed => "port_closed",
+        Reason::InTransition => "wrong_state",
+        Reason::BadAnswer => "guest_broke_off",
+        Reason::Internal => "internal",
+    };
+    let named = format!("The sandbox is running but port {port} is not open");
+    let message = if reason == Reason::PortClosed { named.as_str() } else { reason.message() };
+    refuse(reason.status(), code, message)
 }
 
 #[cfg(test)]

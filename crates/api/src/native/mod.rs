@@ -28,6 +28,7 @@ mod lifecycle;
 mod network;
 mod ports;
 mod processes;
+mod query;
 mod run;
 mod sandboxes;
 mod secrets;

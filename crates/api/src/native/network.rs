@@ -14,15 +14,13 @@ use stockade_service::{AuditFilter, NetworkSpec, NetworkState, NetworkStats, pol
 use tokio_stream::wrappers::{BroadcastStream, errors::BroadcastStreamRecvError};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use super::{sandbox_id, stream::NDJSON};
+use super::{query, sandbox_id, stream::NDJSON};
 use crate::{
     ApiError, AppState,
     auth::Caller,
     extract::{Json, Path, QueryPairs},
 };
 
-const DEFAULT_LIMIT: u32 = 100;
-const MAX_LIMIT: u32 = 1000;
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(15);
 
 pub(super) fn routes() -> OpenApiRouter<AppState> {
@@ -173,7 +171,7 @@ async fn audit(
 }
 
 fn audit_filter(pairs: Vec<(String, String)>) -> Result<(AuditFilter, bool), ApiError> {
-    let mut filter = AuditFilter { limit: DEFAULT_LIMIT, ..AuditFilter::default() };
+    let mut filter = AuditFilter { limit: query::DEFAULT_LIMIT, ..AuditFilter::default() };
     let mut follow = false;
     for (name, value) in pairs {
         match name.as_str() {
@@ -184,18 +182,13 @@ fn audit_filter(pairs: Vec<(String, String)>) -> Result<(AuditFilter, bool), Api
                 let time = value.parse().map_err(|_| ApiError::invalid("query: `since` must be a time, RFC 3339"))?;
                 filter.since = Some(time);
             }
-            "limit" => {
-                let limit = value.parse().ok().filter(|limit| (1..=MAX_LIMIT).contains(limit));
-                let wrong = || ApiError::invalid(format!("query: `limit` must be a number from 1 to {MAX_LIMIT}"));
-                filter.limit = limit.ok_or_else(wrong)?;
-            }
+            "limit" => filter.limit = query::limit(&value)?,
             "cursor" => filter.cursor = Some(value),
             "follow" => {
                 follow = value.parse().map_err(|_| ApiError::invalid("query: `follow` must be `true` or `false`"))?;
             }
             _ => {
-                let known = "`sandbox`, `kind`, `verdict`, `since`, `limit`, `cursor`, `follow`";
-                return Err(ApiError::invalid(format!("query: unknown parameter, expected one of {known}")));
+                return Err(query::unknown("`sandbox`, `kind`, `verdict`, `since`, `limit`, `cursor`, `follow`"));
             }
         }
     }

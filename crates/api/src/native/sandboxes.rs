@@ -11,7 +11,7 @@ use stockade_model::{EndCause, IdleRules, MachineShape, OnTimeout, Sandbox, Sand
 use stockade_service::{CreateSandbox, LifeChange, ListFilter, NetworkSpec};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use super::{guest, sandbox_id, show_time, show_unix_ms};
+use super::{guest, query, sandbox_id, show_time, show_unix_ms};
 use crate::{
     ApiError, AppState,
     auth::Caller,
@@ -19,8 +19,6 @@ use crate::{
 };
 
 const DEFAULT_LIFETIME_SECONDS: f64 = 300.0;
-const DEFAULT_LIMIT: u32 = 100;
-const MAX_LIMIT: u32 = 1000;
 /// Beyond this a lifetime is not even handed to the service, which knows the real maximum.
 const ABSURD_SECONDS: f64 = 1e9;
 
@@ -319,43 +317,21 @@ async fn list(
 }
 
 fn list_filter(pairs: Vec<(String, String)>) -> Result<ListFilter, ApiError> {
-    let mut filter = ListFilter { limit: DEFAULT_LIMIT, ..ListFilter::default() };
+    let mut filter = ListFilter { limit: query::DEFAULT_LIMIT, ..ListFilter::default() };
     let mut seen = Vec::new();
     for (name, value) in pairs {
-        if name != "metadata" && seen.contains(&name) {
-            return Err(ApiError::invalid(format!("query: `{name}` is there twice")));
-        }
+        query::once(&mut seen, &name, "metadata")?;
         match name.as_str() {
             "state" => filter.states = value.split(',').map(state_word).collect::<Result<_, _>>()?,
             "template" => filter.template = Some(value),
-            "metadata" => {
-                let (key, value) = value.split_once('=').ok_or_else(|| {
-                    ApiError::invalid("query: `metadata` must be KEY=VALUE, percent-encoded as one value")
-                })?;
-                if filter.metadata.insert(key.to_owned(), value.to_owned()).is_some_and(|before| before != value) {
-                    return Err(ApiError::invalid("query: `metadata` asks for two values of one key"));
-                }
-            }
-            "order" => {
-                filter.ascending = match value.as_str() {
-                    "asc" => true,
-                    "desc" => false,
-                    _ => return Err(ApiError::invalid("query: `order` must be `asc` or `desc`")),
-                }
-            }
-            "limit" => {
-                let limit = value.parse().ok().filter(|limit| (1..=MAX_LIMIT).contains(limit));
-                filter.limit = limit.ok_or_else(|| {
-                    ApiError::invalid(format!("query: `limit` must be a number from 1 to {MAX_LIMIT}"))
-                })?;
-            }
+            "metadata" => query::add_label(&mut filter.metadata, &name, &value)?,
+            "order" => filter.ascending = query::ascending(&value)?,
+            "limit" => filter.limit = query::limit(&value)?,
             "cursor" => filter.cursor = Some(value),
             _ => {
-                let known = "`state`, `template`, `metadata`, `order`, `limit`, `cursor`";
-                return Err(ApiError::invalid(format!("query: unknown parameter, expected one of {known}")));
+                return Err(query::unknown("`state`, `template`, `metadata`, `order`, `limit`, `cursor`"));
             }
         }
-        seen.push(name);
     }
     Ok(filter)
 }

@@ -8,15 +8,13 @@ use stockade_model::{MachineShape, Snapshot, SnapshotId};
 use stockade_service::{ServiceError, SnapshotFilter, SnapshotRequest, SnapshotScope};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use super::{sandbox_id, sandboxes::TemplateRef, show_time};
+use super::{query, sandbox_id, sandboxes::TemplateRef, show_time};
 use crate::{
     ApiError, AppState,
     auth::Caller,
     extract::{Json, Path, QueryPairs},
 };
 
-const DEFAULT_LIMIT: u32 = 100;
-const MAX_LIMIT: u32 = 1000;
 /// A snapshot can be kept for ever, so a longer time than this is a slip.
 const LONGEST_SECONDS: f64 = 1e9;
 
@@ -157,43 +155,21 @@ async fn list(
 }
 
 fn list_filter(pairs: Vec<(String, String)>) -> Result<SnapshotFilter, ApiError> {
-    let mut filter = SnapshotFilter { limit: DEFAULT_LIMIT, ..SnapshotFilter::default() };
+    let mut filter = SnapshotFilter { limit: query::DEFAULT_LIMIT, ..SnapshotFilter::default() };
     let mut seen = Vec::new();
     for (name, value) in pairs {
-        if name != "label" && seen.contains(&name) {
-            return Err(ApiError::invalid(format!("query: `{name}` is there twice")));
-        }
+        query::once(&mut seen, &name, "label")?;
         match name.as_str() {
             "sandbox" => filter.sandbox = Some(sandbox_id(&value)?),
             "name" => filter.name = Some(value),
-            "label" => {
-                let (key, value) = value.split_once('=').ok_or_else(|| {
-                    ApiError::invalid("query: `label` must be KEY=VALUE, percent-encoded as one value")
-                })?;
-                if filter.labels.insert(key.to_owned(), value.to_owned()).is_some_and(|before| before != value) {
-                    return Err(ApiError::invalid("query: `label` asks for two values of one key"));
-                }
-            }
-            "order" => {
-                filter.ascending = match value.as_str() {
-                    "asc" => true,
-                    "desc" => false,
-                    _ => return Err(ApiError::invalid("query: `order` must be `asc` or `desc`")),
-                }
-            }
-            "limit" => {
-                let limit = value.parse().ok().filter(|limit| (1..=MAX_LIMIT).contains(limit));
-                filter.limit = limit.ok_or_else(|| {
-                    ApiError::invalid(format!("query: `limit` must be a number from 1 to {MAX_LIMIT}"))
-                })?;
-            }
+            "label" => query::add_label(&mut filter.labels, &name, &value)?,
+            "order" => filter.ascending = query::ascending(&value)?,
+            "limit" => filter.limit = query::limit(&value)?,
             "cursor" => filter.cursor = Some(value),
             _ => {
-                let known = "`sandbox`, `name`, `label`, `order`, `limit`, `cursor`";
-                return Err(ApiError::invalid(format!("query: unknown parameter, expected one of {known}")));
+                return Err(query::unknown("`sandbox`, `name`, `label`, `order`, `limit`, `cursor`"));
             }
         }
-        seen.push(name);
     }
     Ok(filter)
 }

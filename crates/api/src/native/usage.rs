@@ -13,7 +13,7 @@ use stockade_model::{Costs, Prices, Usage};
 use stockade_service::{UsageFilter, UsageGroup, UsageReportRow, UsageStep};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use super::{sandbox_id, show_time};
+use super::{query, sandbox_id, show_time};
 use crate::{ApiError, AppState, auth::Caller, extract::QueryPairs};
 
 const NANO: f64 = 1e9;
@@ -181,19 +181,10 @@ fn usage_filter(pairs: Vec<(String, String)>) -> Result<(UsageFilter, bool), Api
     let (mut filter, mut is_csv) = (UsageFilter::default(), false);
     let mut seen = Vec::new();
     for (name, value) in pairs {
-        if name != "metadata" && seen.contains(&name) {
-            return Err(ApiError::invalid(format!("query: `{name}` is there twice")));
-        }
+        query::once(&mut seen, &name, "metadata")?;
         match name.as_str() {
             "sandbox" => filter.sandbox = Some(sandbox_id(&value)?),
-            "metadata" => {
-                let (key, value) = value.split_once('=').ok_or_else(|| {
-                    ApiError::invalid("query: `metadata` must be KEY=VALUE, percent-encoded as one value")
-                })?;
-                if filter.metadata.insert(key.to_owned(), value.to_owned()).is_some_and(|before| before != value) {
-                    return Err(ApiError::invalid("query: `metadata` asks for two values of one key"));
-                }
-            }
+            "metadata" => query::add_label(&mut filter.metadata, &name, &value)?,
             "from" => filter.from = Some(time("from", &value)?),
             "to" => filter.to = Some(time("to", &value)?),
             "by" => {
@@ -218,11 +209,9 @@ fn usage_filter(pairs: Vec<(String, String)>) -> Result<(UsageFilter, bool), Api
                 }
             }
             _ => {
-                let known = "`sandbox`, `metadata`, `from`, `to`, `by`, `step`, `format`";
-                return Err(ApiError::invalid(format!("query: unknown parameter, expected one of {known}")));
+                return Err(query::unknown("`sandbox`, `metadata`, `from`, `to`, `by`, `step`, `format`"));
             }
         }
-        seen.push(name);
     }
     Ok((filter, is_csv))
 }

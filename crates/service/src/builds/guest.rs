@@ -48,19 +48,11 @@ impl Place {
         }
     }
 
-    /// The same for a script of ours, as root.
+    /// A request for a script of ours, as root.
     fn script(script: &str, arguments: &[&str]) -> StartRequest {
         let words = [&["/bin/sh", "-c", script, "stockade"], arguments].concat();
-        StartRequest {
-            command: Command::Argv(words.into_iter().map(str::to_owned).collect()),
-            user: Some("root".to_owned()),
-            cwd: Some("/".to_owned()),
-            env: BTreeMap::new(),
-            stdin: false,
-            pty: None,
-            timeout_ms: None,
-            tag: None,
-        }
+        let place = Self { user: "root".to_owned(), cwd: Some("/".to_owned()), env: BTreeMap::new() };
+        place.request(Command::Argv(words.into_iter().map(str::to_owned).collect()), None)
     }
 }
 

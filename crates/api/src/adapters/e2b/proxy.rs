@@ -1,8 +1,7 @@
 //! `<port>-<id>.e2b.<base>`: finds the sandbox, then hands port 49983 to [`envd`](super::envd) and tunnels
 //! every other one to whatever listens in the guest, through the guest link.
 //!
-//! The SDKs tell a dead sandbox from a closed port by the sentences in [`Refusal::message`]; they are
-//! never to be changed.
+//! The SDKs tell a dead sandbox from a closed port by the sentences in [`Reason::message`].
 
 use std::sync::Arc;
 
@@ -102,22 +101,14 @@ impl Refusal {
     fn status(&self) -> StatusCode {
         match self {
             Self::InvalidHost => StatusCode::BAD_REQUEST,
-            Self::Sandbox { reason: Reason::InTransition, .. } => StatusCode::CONFLICT,
-            Self::Sandbox { reason: Reason::Internal, .. } => StatusCode::INTERNAL_SERVER_ERROR,
-            Self::Sandbox { .. } => StatusCode::BAD_GATEWAY,
+            Self::Sandbox { reason, .. } => reason.status(),
         }
     }
 
     fn message(&self) -> &'static str {
         match self {
             Self::InvalidHost => "Invalid host",
-            Self::Sandbox { reason, .. } => match reason {
-                Reason::NotFound => "The sandbox was not found",
-                Reason::PortClosed => "The sandbox is running but port is not open",
-                Reason::InTransition => "The sandbox is still being made; try again",
-                Reason::BadAnswer => "The server in the sandbox broke off before it answered",
-                Reason::Internal => "The sandbox could not be looked up",
-            },
+            Self::Sandbox { reason, .. } => reason.message(),
         }
     }
 

@@ -1,0 +1,211 @@
+//! What can be typed. Every option is an environment variable too: `STOCKADE_` and its name.
+
+use std::path::PathBuf;
+
+use clap::{
+    Arg, ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand,
+    builder::FalseyValueParser,
+};
+
+mod lifecycle;
+mod network;
+mod sandbox;
+mod server;
+mod values;
+
+pub(crate) use lifecycle::{Fork, Idle, Pause, Resume, Rollback, Rules, Set, Snapshot, SnapshotCommand, Step, Usage};
+pub(crate) use network::{Audit, Network, Policy, Preview, Secret, Tunnel};
+pub(crate) use sandbox::{
+    Code, CodeRun, Cp, Create, Exec, Extend, Kill, Ls, One, Run, Running, Shell, Template, TemplateBuild,
+};
+pub(crate) use server::{Accel, Bench, Doctor, Env, Extra, Up};
+
+/// Machines of their own for AI agents: create them, run code in them, copy files.
+#[derive(Debug, Parser)]
+#[command(name = "stockade", version, propagate_version = true, max_term_width = 100, after_help = EXIT_CODES)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 success, 1 failure, 2 bad usage. `run`, `exec` and `shell` end with the command's own code, \
+128 + the signal that killed it, 124 when its time was up, 125 when Stockade failed, 126 when the command \
+cannot be executed, 127 when it is not found.";
+
+/// Options of every command.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Common {
+    /// The server [default: the one whose ready.json is in the data directory]
+    #[arg(long, global = true, value_name = "URL", env = "STOCKADE_URL", help_heading = "Global options")]
+    pub(crate) url: Option<String>,
+    /// The API key [default: the one in the data directory]
+    #[arg(
+        long,
+        global = true,
+        value_name = "KEY",
+        env = "STOCKADE_API_KEY",
+        hide_env_values = true,
+        help_heading = "Global options"
+    )]
+    pub(crate) api_key: Option<String>,
+    /// Certificates to trust besides the usual ones, for https URLs
+    #[arg(long, global = true, value_name = "FILE", env = "STOCKADE_CA_FILE", help_heading = "Global options")]
+    pub(crate) ca_file: Option<PathBuf>,
+    /// The server's data [default: /var/lib/stockade for root, else ~/.local/share/stockade]
+    #[arg(long, global = true, value_name = "DIR", env = "STOCKADE_DATA_DIR", help_heading = "Global options")]
+    pub(crate) data_dir: Option<PathBuf>,
+    /// What templates are built from; may be shared [default: cache in the data directory]
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "STOCKADE_TEMPLATE_CACHE",
+        hide_short_help = true,
+        help_heading = "Global options"
+    )]
+    pub(crate) template_cache: Option<PathBuf>,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Start a server: prepare what is missing, then serve until told to stop
+    Up(Up),
+    /// Create a sandbox, run a command in it, end the sandbox
+    Run(Run),
+    /// Create a sandbox and print its id
+    Create(Create),
+    /// List sandboxes
+    #[command(visible_alias = "list")]
+    Ls(Ls),
+    /// Show one sandbox
+    Info(One),
+    /// Run a command in a sandbox
+    Exec(Exec),
+    /// Open a terminal in a sandbox
+    Shell(Shell),
+    /// Copy files and directories between here and a sandbox (SANDBOX:PATH)
+    Cp(Cp),
+    /// Show the last lines of a sandbox's console
+    Logs(One),
+    /// End sandboxes
+    Kill(Kill),
+    /// Move a sandbox's deadline, only ever later
+    Extend(Extend),
+    /// Halt a sandbox and keep it, memory and disk
+    Pause(Pause),
+    /// Bring a paused or stopped sandbox back
+    Resume(Resume),
+    /// Shut a sandbox down and keep its disk
+    Stop(One),
+    /// Boot a stopped sandbox from its disk
+    Start(One),
+    /// Change how long a sandbox lives and when it goes down by itself
+    Set(Set),
+    /// Take a snapshot of a running sandbox and print its id, a template for `create` and `run`
+    Snapshot(Snapshot),
+    /// Put a sandbox back to one of its snapshots, under the same id
+    Rollback(Rollback),
+    /// Make copies of a running sandbox, memory and disk included; run a command in each, keep the best
+    Fork(Fork),
+    /// Let a forked copy live on under the id of the sandbox it was forked from
+    Promote(One),
+    /// Show what was used and what it costs
+    Usage(Usage),
+    /// Run code in the kernels of a sandbox made from the template code-interpreter
+    #[command(subcommand)]
+    Code(Code),
+    /// Show templates
+    #[command(subcommand)]
+    Template(Template),
+    /// Print a link to a port of a sandbox
+    Preview(Preview),
+    /// Lead a port here to a port of a sandbox, until interrupted
+    Tunnel(Tunnel),
+    /// Look at a sandbox's network policy, ask it, change it
+    #[command(subcommand)]
+    Policy(Policy),
+    /// Keep secrets that sandboxes use without having them
+    #[command(subcommand)]
+    Secret(Secret),
+    /// Show what the gateway decided for your sandboxes
+    Audit(Audit),
+    /// Check this host for all a server needs and say what mends it
+    Doctor(Doctor),
+    /// Measure this host's speed with a throwaway server
+    Bench(Bench),
+    /// Print the versions of this program and of the server
+    Version,
+    /// Print environment variables for other programs
+    #[command(subcommand)]
+    Env(Env),
+}
+
+/// Parses the process's arguments; the flag is `--json`.
+///
+/// `--json` is taken before and after each command. It is added here and not as a global option because
+/// `bench` has a `--json` of its own that takes a file.
+pub(crate) fn parse() -> (Arguments, bool) {
+    let matches = command().get_matches();
+    let json = says_json(&matches);
+    match Arguments::from_arg_matches(&matches) {
+        Ok(arguments) => {
+            let json = json || matches!(&arguments.command, Command::Bench(Bench { json_file: Some(None), .. }));
+            (arguments, json)
+        }
+        Err(error) => error.exit(),
+    }
+}
+
+fn command() -> clap::Command {
+    with_json(Arguments::command())
+}
+
+fn with_json(command: clap::Command) -> clap::Command {
+    let own_json = command.get_arguments().any(|argument| argument.get_long() == Some("json"));
+    let command = command.mut_subcommands(with_json);
+    if own_json {
+        return command;
+    }
+    command.arg(
+        Arg::new("json")
+            .long("json")
+            .env("STOCKADE_JSON")
+            .action(ArgAction::SetTrue)
+            .value_parser(FalseyValueParser::new())
+            .help_heading("Global options")
+            .help("Speak JSON on both standard output and standard error"),
+    )
+}
+
+fn says_json(matches: &ArgMatches) -> bool {
+    let here = matches.try_get_one::<bool>("json").ok().flatten().copied().unwrap_or_default();
+    here || matches.subcommand().is_some_and(|(_, matches)| says_json(matches))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn every_option_is_an_environment_variable_too() {
+        fn check(command: &clap::Command) {
+            for argument in command.get_arguments().filter(|argument| argument.get_long().is_some()) {
+                let name = argument.get_long().unwrap_or_default();
+                if !["help", "version", "all"].contains(&name) {
+                    assert!(argument.get_env().is_some(), "{} --{name}", command.get_name());
+                }
+            }
+            command.get_subcommands().for_each(check);
+        }
+        check(&command());
+    }
+}

@@ -1,0 +1,120 @@
+//! What is typed for the network of sandboxes.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use clap::{Args, Subcommand, builder::FalseyValueParser};
+
+use super::{
+    sandbox::One,
+    values::{pair, seconds},
+};
+
+/// What a sandbox may reach; nothing said: as the deployment has it.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Network")]
+pub(crate) struct Network {
+    /// Open this and close the rest: a name, *.NAME, or a CIDR, each with :PORT or not; repeatable
+    #[arg(long, value_name = "DESTINATION", env = "STOCKADE_ALLOW_OUT")]
+    pub(crate) allow_out: Vec<String>,
+    /// Close this, whatever else is said; repeatable
+    #[arg(long, value_name = "DESTINATION", env = "STOCKADE_DENY_OUT")]
+    pub(crate) deny_out: Vec<String>,
+    /// No internet, but for what --allow-out names
+    #[arg(long, env = "STOCKADE_NO_INTERNET", value_parser = FalseyValueParser::new())]
+    pub(crate) no_internet: bool,
+    /// Let the sandbox use a secret: variable VAR holds a token that stands for it; repeatable
+    #[arg(long = "secret", value_name = "VAR=SECRET", env = "STOCKADE_SECRET", value_parser = pair)]
+    pub(crate) secrets: Vec<(String, String)>,
+}
+
+/// `stockade preview`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Preview {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// The port in the sandbox
+    pub(crate) port: u16,
+    /// Seconds the link works
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+    pub(crate) lifetime: Option<f64>,
+}
+
+/// `stockade tunnel`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Tunnel {
+    /// The sandbox's id
+    pub(crate) sandbox: String,
+    /// The port in the sandbox
+    pub(crate) port: u16,
+    /// Where to listen here; port 0 takes a free one [default: 127.0.0.1 and the sandbox's port]
+    #[arg(long, value_name = "ADDR", env = "STOCKADE_LISTEN")]
+    pub(crate) listen: Option<SocketAddr>,
+}
+
+/// `stockade policy`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Policy {
+    /// Print a sandbox's network as JSON, as `set --file` takes it
+    Get(One),
+    /// Say what would happen to a request, and why; nothing is sent
+    Explain {
+        /// The sandbox's id
+        sandbox: String,
+        /// http://, https://, or tcp://HOST:PORT for plain TCP
+        #[arg(value_name = "URL")]
+        request: String,
+        /// The request's method
+        #[arg(long, short = 'X', value_name = "METHOD", env = "STOCKADE_METHOD", default_value = "GET")]
+        method: String,
+    },
+    /// Change a sandbox's network as a whole, at once
+    Set {
+        /// The sandbox's id
+        sandbox: String,
+        /// A JSON file instead of the options below; - is standard input
+        #[arg(long, value_name = "FILE", env = "STOCKADE_POLICY_FILE",
+              conflicts_with_all = ["allow_out", "deny_out", "no_internet", "secrets"])]
+        file: Option<PathBuf>,
+        #[command(flatten)]
+        network: Network,
+    },
+}
+
+/// `stockade secret`
+#[derive(Debug, Subcommand)]
+pub(crate) enum Secret {
+    /// Keep a secret, or give it its next value, read from standard input
+    Set {
+        /// Its name
+        name: String,
+        /// Where it may be sent: a name, *.NAME, or * for everywhere; repeatable
+        #[arg(long = "host", value_name = "HOST", env = "STOCKADE_SECRET_HOST", required = true)]
+        hosts: Vec<String>,
+    },
+    /// List secrets, without their values
+    #[command(visible_alias = "list")]
+    Ls,
+    /// Forget secrets
+    Rm {
+        /// Their names
+        #[arg(required = true)]
+        names: Vec<String>,
+    },
+}
+
+/// `stockade audit`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Audit {
+    /// Only those of this sandbox
+    #[arg(value_name = "SANDBOX")]
+    pub(crate) sandbox: Option<String>,
+    /// Only those with this outcome: allow, deny or error
+    #[arg(long, value_name = "VERDICT", env = "STOCKADE_VERDICT")]
+    pub(crate) verdict: Option<String>,
+    /// At most this many, the newest
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_COUNT", default_value_t = 100)]
+    pub(crate) limit: u32,
+    /// Print decisions as they are made, one JSON object a line, until interrupted
+    #[arg(long, short = 'f', conflicts_with = "verdict", env = "STOCKADE_FOLLOW", value_parser = FalseyValueParser::new())]
+    pub(crate) follow: bool,
+}
