@@ -24,7 +24,6 @@ async fn cpythons_own_tests_pass_in_a_sandbox_as_they_do_on_debian() {
 }
 
 #[tokio::test]
-#[ignore = "takes over twenty minutes emulated and has not been seen to end there yet"]
 async fn cpythons_asyncio_tests_pass_in_a_sandbox_as_they_do_on_debian() {
     sandbox_agrees_with_host(&["test_asyncio"], 1000).await;
 }
