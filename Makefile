@@ -1,4 +1,5 @@
-# make up      install what is missing, build, make the base template, serve and try a first sandbox
+# make up      install what is missing, build, put `stockade` on the path, make the base template, serve and try a
+#              first sandbox
 # make test    install what is missing, run all tests
 # make check   format, lints, dependencies, generated files
 # make build   the release binary: target/release/stockade
@@ -7,9 +8,9 @@
 
 UP_ARGS =
 
-.PHONY: up test check build packages
+.PHONY: up test check build link packages
 
-up: packages build
+up: packages build link
 	exec target/release/stockade up $(UP_ARGS)
 
 packages:
@@ -17,6 +18,9 @@ packages:
 
 build:
 	cargo build --release --package stockade-cli --bin stockade
+
+link: build
+	@scripts/link
 
 test:
 	@scripts/test

@@ -19,10 +19,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-env-changed=STOCKADE_GUEST_BINARY");
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?);
     let agent = match env::var_os("STOCKADE_GUEST_BINARY") {
-        Some(path) => PathBuf::from(path),
+        Some(path) => {
+            println!("cargo::rerun-if-changed={}", Path::new(&path).display());
+            PathBuf::from(path)
+        }
+        // Not watched: it is newer than the start of this script, so that the next build would run it once more and
+        // link the CLI again for nothing. Its sources are.
         None => build_agent(&out_dir)?,
     };
-    println!("cargo::rerun-if-changed={}", agent.display());
     fs::copy(&agent, out_dir.join("stockade-guest"))
         .map_err(|error| format!("cannot copy the guest agent {}: {error}", agent.display()))?;
     Ok(())
