@@ -15,13 +15,15 @@
 
 mod host;
 mod sandbox;
+mod scan;
 mod server;
 mod world;
 
 pub use host::Leftovers;
 pub use sandbox::{Ran, Sandbox};
+pub use scan::{Finding, Needle, scan};
 pub use server::{Ended, TestServer};
-pub use world::World;
+pub use world::{ACCESS_TOKEN, CLIENT_SECRET, MINT_BEARER, World};
 
 use std::path::PathBuf;
 

@@ -13,10 +13,10 @@ use axum::{
     Json, Router,
     body::Bytes,
     extract::{Query, Request, State, WebSocketUpgrade, ws::Message},
-    http::{HeaderMap, Method, Uri},
+    http::{HeaderMap, Method, StatusCode, Uri},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{any, get},
+    routing::{any, get, post},
 };
 use hyper_util::{
     rt::{TokioExecutor, TokioIo},
@@ -43,7 +43,9 @@ type Seen = Arc<Mutex<Vec<Value>>>;
 
 impl World {
     /// HTTP on port 80 and HTTPS on port 443 of each name, answered by the same server: `/echo` shows the request,
-    /// `/bytes?count=N` sends bytes, `/socket` is a WebSocket that echoes, anything else is a file of `files()`.
+    /// `/bytes?count=N` sends bytes, `/socket` is a WebSocket that echoes, `/token` gives access tokens to OAuth clients
+    /// whose secret is `CLIENT_SECRET`, `/mint` makes values for a broker that says `MINT_BEARER`, anything else is a
+    /// file of `files()`.
     pub async fn start(names: &[&str]) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         fs::create_dir(directory.path().join("files")).expect("made");
@@ -121,6 +123,8 @@ fn router(seen: Seen, files: &Path) -> Router {
         .route("/echo", any(echo))
         .route("/bytes", get(bytes))
         .route("/socket", get(socket))
+        .route("/token", post(token))
+        .route("/mint", post(mint))
         .fallback_service(tower_http::services::ServeDir::new(files))
         .layer(middleware::from_fn_with_state(seen, see))
 }
@@ -148,6 +152,38 @@ async fn echo(method: Method, uri: Uri, headers: HeaderMap, body: Bytes) -> Json
 
 async fn bytes(Query(query): Query<BTreeMap<String, usize>>) -> Bytes {
     vec![b'x'; query.get("count").copied().unwrap_or(0)].into()
+}
+
+/// The secret of OAuth clients.
+pub const CLIENT_SECRET: &str = "client-secret-4d1f";
+/// What the server says to `/mint`.
+pub const MINT_BEARER: &str = "bearer-of-the-server-9c";
+/// The value of `/token`.
+pub const ACCESS_TOKEN: &str = "access-token-of-the-world-77";
+
+/// A token endpoint. It says more than it should when it refuses, as some do.
+async fn token(headers: HeaderMap, body: String) -> Response {
+    let basic = |id: &str| format!("Basic {}", base64(format!("{id}:{CLIENT_SECRET}")));
+    let said = headers.get("authorization").and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if said != basic("client") || !body.contains("grant_type=client_credentials") {
+        let error = json!({"error": "invalid_client", "error_description": format!("{said} is wrong")});
+        return (StatusCode::UNAUTHORIZED, Json(error)).into_response();
+    }
+    Json(json!({"access_token": ACCESS_TOKEN, "token_type": "bearer", "expires_in": 3600})).into_response()
+}
+
+/// Makes a value of what it is told.
+async fn mint(headers: HeaderMap, Json(asked): Json<Value>) -> Response {
+    if headers.get("authorization").is_none_or(|said| said != &format!("Bearer {MINT_BEARER}")) {
+        return StatusCode::FORBIDDEN.into_response();
+    }
+    let text = |name: &str| asked[name].as_str().unwrap_or_default().to_owned();
+    let value = format!("minted-for-{}-{}-{}", text("host"), text("sandbox"), asked["metadata"]["team"]);
+    Json(json!({"value": value.replace('"', ""), "expires_in": 600})).into_response()
+}
+
+fn base64(text: String) -> String {
+    base64::Engine::encode(&base64::engine::general_purpose::STANDARD, text)
 }
 
 async fn socket(upgrade: WebSocketUpgrade) -> impl IntoResponse {

@@ -13,3 +13,4 @@ mod lua;
 mod network;
 mod package_tools;
 mod run;
+mod secrets;

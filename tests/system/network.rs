@@ -287,6 +287,59 @@ async fn a_port_of_a_sandbox_is_reached_from_outside_by_those_who_may() {
     server.stop().await;
 }
 
+#[tokio::test]
+async fn a_port_takes_the_traffic_token_and_its_server_sees_the_masked_host() {
+    let server = TestServer::start().await;
+    let sandbox = create(&server, json!({ "previews": "token", "mask_request_host": "localhost:${PORT}" })).await;
+    sandbox.write("/tmp/heads.py", HEADS).await;
+    let serve = "nohup python3 /tmp/heads.py >/dev/null 2>&1 & \
+                 until curl -s http://127.0.0.1:8000/ >/dev/null; do sleep 0.1; done";
+    sandbox.shell(serve).await.expect_success();
+    let e2b = async |method: Method, path: &str| {
+        let request = server.anonymous(method, path).header("host", "api.e2b.stockade.localhost");
+        let answer = request.header("x-api-key", server.api_key()).json(&json!({ "timeout": 600 })).send().await;
+        answer.expect("it answers").json::<Value>().await.expect("JSON")
+    };
+    let connected = e2b(Method::POST, &format!("/sandboxes/{}/connect", sandbox.id())).await;
+    let token = connected["trafficAccessToken"].as_str().expect("a token").to_owned();
+    let host = format!("8000-{}.e2b.stockade.localhost", sandbox.id());
+    let look = async |host: &str, header: Option<(&str, &str)>| {
+        let mut request = server.anonymous(Method::GET, "/").header("host", host);
+        if let Some((name, value)) = header {
+            request = request.header(name, value);
+        }
+        let answer = request.send().await.expect("it answers");
+        (answer.status(), answer.text().await.expect("a body"))
+    };
+    assert_eq!(look(&host, None).await.0, StatusCode::FORBIDDEN);
+    assert_eq!(look(&host, Some(("e2b-traffic-access-token", "wrong"))).await.0, StatusCode::FORBIDDEN);
+    let (status, heads) = look(&host, Some(("e2b-traffic-access-token", &token))).await;
+    assert_eq!(status, StatusCode::OK, "{heads}");
+    let heads: Value = serde_json::from_str(&heads).expect("JSON");
+    assert_eq!((&heads["host"], &heads["x-forwarded-host"]), (&json!("localhost:8000"), &json!(host)));
+    assert!(!heads.to_string().contains(&token), "what opened the door stays outside: {heads}");
+    // By its own host name it takes a link or the key, as a private one does.
+    let host = format!("8000-{}.stockade.localhost", sandbox.id());
+    assert_eq!(look(&host, None).await.0, StatusCode::UNAUTHORIZED);
+    let (status, heads) = look(&host, Some(("x-api-key", &server.api_key()))).await;
+    assert!(status == StatusCode::OK && heads.contains("localhost:8000"), "{heads}");
+    server.stop().await;
+}
+
+/// Answers with the headers it was asked with.
+const HEADS: &str = "
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Heads(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
+        self.send_response(200)
+        self.send_header('content-length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+HTTPServer(('127.0.0.1', 8000), Heads).serve_forever()
+";
+
 /// Keeps a connection on which nothing ever comes.
 const HOLD: &str = "
 import socket

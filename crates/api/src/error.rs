@@ -153,6 +153,8 @@ impl From<ServiceError> for ApiError {
                 .hint("end the sandboxes and delete the snapshots made from it first"),
             ServiceError::SecretNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "secret_not_found", message)
                 .hint("GET /v1/secrets lists the secrets there are"),
+            ServiceError::OperatorsSecret { .. } => Self::new(StatusCode::CONFLICT, "operators_secret", message)
+                .hint("choose another name; GET /v1/secrets says which are the operator's"),
             ServiceError::Network { .. } => Self::new(StatusCode::CONFLICT, "no_network", message)
                 .hint("the operator's network settings say what there is"),
             ServiceError::SnapshotInUse { .. } => Self::new(StatusCode::CONFLICT, "snapshot_in_use", message),

@@ -30,6 +30,8 @@ pub enum AuditKind {
     Http,
     /// A token where it may not go.
     Token,
+    /// A secret's value that was needed and could not be had.
+    Secret,
     /// A connection outwards.
     Dial,
     /// UDP.

@@ -27,7 +27,8 @@ use crate::{
     proxy::{AuthorityError, CertificateAuthority},
     routes::Routes,
     sandbox::Sandbox,
-    upstream::{Dialer, HostAddresses, Resolver, SystemDialer, SystemResolver},
+    upstream::{Dialer, HostAddresses, Outward, Resolver, SystemDialer, SystemResolver},
+    upstream_proxy::UpstreamProxy,
 };
 
 /// How to make a gateway.
@@ -50,6 +51,8 @@ pub struct GatewayConfig {
     pub host_addresses: Vec<IpAddr>,
     /// Names the operator leads somewhere.
     pub routes: Routes,
+    /// What everything else is dialled through.
+    pub upstream_proxy: Option<Arc<UpstreamProxy>>,
 }
 
 impl GatewayConfig {
@@ -65,20 +68,42 @@ impl GatewayConfig {
             floor: Floor::default(),
             host_addresses: Vec::new(),
             routes: Routes::default(),
+            upstream_proxy: None,
+        }
+    }
+
+    pub(crate) fn outward(&self) -> Outward {
+        Outward {
+            resolver: Arc::clone(&self.resolver),
+            dialer: Arc::clone(&self.dialer),
+            routes: self.routes.clone(),
+            host_addresses: HostAddresses::new(self.host_addresses.clone()),
+            proxy: self.upstream_proxy.clone(),
         }
     }
 }
 
+/// TLS towards hosts signed by `roots`, offering these protocols.
+///
+/// # Errors
+/// TLS cannot be set up.
+pub fn tls_towards(roots: &RootCertStore, protocols: &[&[u8]]) -> Result<Arc<ClientConfig>, rustls::Error> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut tls = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots.clone())
+        .with_no_client_auth();
+    tls.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+    Ok(Arc::new(tls))
+}
+
 /// What all sandboxes of a gateway use.
 pub(crate) struct Shared {
-    pub(crate) resolver: Arc<dyn Resolver>,
-    pub(crate) dialer: Arc<dyn Dialer>,
+    pub(crate) out: Outward,
     pub(crate) authority: CertificateAuthority,
     pub(crate) secrets: Arc<dyn SecretProvider>,
     pub(crate) audit: Arc<dyn AuditSink>,
     pub(crate) floor: Floor,
-    pub(crate) host_addresses: HostAddresses,
-    pub(crate) routes: Routes,
     /// Towards upstream, with HTTP/2 and without.
     pub(crate) tls_any: Arc<ClientConfig>,
     pub(crate) tls_http1: Arc<ClientConfig>,
@@ -162,28 +187,16 @@ impl Gateway {
     pub fn new(config: GatewayConfig) -> Result<Self, GatewayError> {
         CompiledPolicy::compile(&config.floor, &Policy::default()).map_err(GatewayError::Floor)?;
         config.authority.server_config("stockade.invalid").map_err(GatewayError::Authority)?;
-        let tls = |protocols: &[&[u8]]| {
-            let provider = Arc::new(rustls::crypto::ring::default_provider());
-            let mut tls = ClientConfig::builder_with_provider(provider)
-                .with_safe_default_protocol_versions()
-                .map_err(GatewayError::Tls)?
-                .with_root_certificates(config.upstream_roots.clone())
-                .with_no_client_auth();
-            tls.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
-            Ok(Arc::new(tls))
-        };
+        let tls = |protocols: &[&[u8]]| tls_towards(&config.upstream_roots, protocols).map_err(GatewayError::Tls);
         Ok(Self {
             shared: Arc::new(Shared {
                 tls_any: tls(&[b"h2", b"http/1.1"])?,
                 tls_http1: tls(&[b"http/1.1"])?,
-                resolver: config.resolver,
-                dialer: config.dialer,
+                out: config.outward(),
                 authority: config.authority,
                 secrets: config.secrets,
                 audit: config.audit,
                 floor: config.floor,
-                host_addresses: HostAddresses::new(config.host_addresses),
-                routes: config.routes,
             }),
         })
     }
@@ -219,11 +232,11 @@ impl Gateway {
         let name = url.host().and_then(crate::policy::normalize_name);
         let addresses = match &name {
             // A name that is not allowed is not asked for upstream, not even here.
-            Some(name) if self.shared.routes.knows(name) => Ok(Vec::new()),
-            Some(name) if policy.may_reach(name) => self.shared.resolver.resolve(name).await.map(|(list, _)| list),
+            Some(name) if self.shared.out.routes.knows(name) => Ok(Vec::new()),
+            Some(name) if policy.may_reach(name) => self.shared.out.resolver.resolve(name).await.map(|(list, _)| list),
             _ => Ok(Vec::new()),
         };
-        Ok(policy.explain(method, url, &addresses.unwrap_or_default(), &self.shared.host_addresses.get()))
+        Ok(policy.explain(method, url, &addresses.unwrap_or_default(), &self.shared.out.host_addresses.get()))
     }
 
     /// Attaches a sandbox to one end of its link. Nothing is read before the policy is compiled; a policy that cannot

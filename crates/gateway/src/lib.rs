@@ -15,6 +15,7 @@
 pub mod audit;
 pub mod broker;
 pub mod dns;
+mod fetch;
 mod gateway;
 mod limits;
 pub mod net;
@@ -23,10 +24,15 @@ pub mod proxy;
 mod routes;
 mod sandbox;
 mod upstream;
+mod upstream_proxy;
 
-pub use gateway::{AttachError, AttachSpec, Attachment, Control, Gateway, GatewayConfig, GatewayError, Inbound, Stats};
+pub use fetch::{Asker, FetchError, Fetcher, check_https_url};
+pub use gateway::{
+    AttachError, AttachSpec, Attachment, Control, Gateway, GatewayConfig, GatewayError, Inbound, Stats, tls_towards,
+};
 pub use limits::Limits;
 pub use net::Framing;
 pub use proxy::{AuthorityError, CertificateAuthority};
 pub use routes::{RouteError, Routes};
 pub use upstream::{BoxIo, Dialer, Io, ResolveError, Resolver, SystemDialer, SystemResolver};
+pub use upstream_proxy::{UpstreamProxy, UpstreamProxyConfig};

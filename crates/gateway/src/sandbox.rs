@@ -19,7 +19,7 @@ use crate::{
     gateway::Shared,
     limits::{Bucket, Limits},
     net::{Flow, FlowFacts, FlowKey, FlowStream, GATEWAY_ADDRESS, Guard, Link, Mode, Syn, frame::Datagram},
-    policy::{CompiledPolicy, Decision, Destination, HttpQuestion, L7, OnDeny},
+    policy::{CompiledForward, CompiledPolicy, Decision, Destination, HttpQuestion, L7, OnDeny},
     proxy,
     upstream::{BoxIo, ResolveError},
 };
@@ -202,7 +202,7 @@ impl Sandbox {
             (Some(name), None) => Destination::Name(name),
             (None, _) => Destination::Address(target.address.into()),
         };
-        policy.connect(destination, target.port, &self.shared.host_addresses.get())
+        policy.connect(destination, target.port, &self.shared.out.host_addresses.get())
     }
 
     /// Resolves, judges and connects as one step: only an address that was judged is dialled, and if the policy
@@ -214,19 +214,52 @@ impl Sandbox {
             Some(name) => self.resolve(name).await.map_err(DialError::Resolve)?,
             None => vec![target.address.into()],
         };
+        let judge = |address| self.judge(&self.policy(), target, Some(address));
+        let is_named = target.name.is_some();
+        self.dial_first(addresses, route, target.port, is_named, judge).await
+    }
+
+    /// The same for the proxy of a rule.
+    pub(crate) async fn dial_forward(&self, proxy: &CompiledForward) -> Result<(BoxIo, SocketAddr), DialError> {
+        let CompiledForward { host, port, is_operators, .. } = proxy;
+        let route = self.shared.out.routes.get(host, *port);
+        let addresses = match route {
+            Some(route) => vec![route.ip()],
+            None => self.resolve(host).await.map_err(DialError::Resolve)?,
+        };
+        let judge = |address| {
+            let destination = match route {
+                Some(_) => Destination::Name(host),
+                None => Destination::Resolved(host, address),
+            };
+            self.policy().forward(*is_operators, destination, *port, &self.shared.out.host_addresses.get())
+        };
+        self.dial_first(addresses, route, *port, true, judge).await
+    }
+
+    async fn dial_first(
+        &self,
+        addresses: Vec<IpAddr>,
+        route: Option<SocketAddr>,
+        port: u16,
+        is_named: bool,
+        judge: impl Fn(IpAddr) -> Decision,
+    ) -> Result<(BoxIo, SocketAddr), DialError> {
         let mut problem = None;
         for address in addresses {
-            let decision = self.judge(&self.policy(), target, Some(address));
+            let decision = judge(address);
             if !decision.allowed {
-                let denied = DialError::Denied(decision, target.name.is_some().then_some(address));
+                let denied = DialError::Denied(decision, is_named.then_some(address));
                 problem.get_or_insert(denied);
                 continue;
             }
-            let upstream = route.unwrap_or_else(|| SocketAddr::new(address, target.port));
-            let dialled = tokio::time::timeout(self.limits.dial_timeout(), self.shared.dialer.dial(upstream)).await;
-            match dialled {
+            let upstream = route.unwrap_or_else(|| SocketAddr::new(address, port));
+            let out = &self.shared.out;
+            let dial =
+                async { if route.is_some() { out.dial_route(upstream).await } else { out.dial(upstream).await } };
+            match tokio::time::timeout(self.limits.dial_timeout(), dial).await {
                 Ok(Ok(stream)) => {
-                    let decision = self.judge(&self.policy(), target, Some(address));
+                    let decision = judge(address);
                     if !decision.allowed {
                         return Err(DialError::Denied(decision, Some(address)));
                     }
@@ -241,7 +274,7 @@ impl Sandbox {
 
     /// Where the operator leads it.
     fn route(&self, target: &Target) -> Option<SocketAddr> {
-        target.name.as_deref().and_then(|name| self.shared.routes.get(name, target.port))
+        target.name.as_deref().and_then(|name| self.shared.out.routes.get(name, target.port))
     }
 
     async fn resolve(&self, name: &str) -> Result<Vec<IpAddr>, ResolveError> {
@@ -251,7 +284,7 @@ impl Sandbox {
                 return known.clone();
             }
         }
-        let answer = match self.shared.resolver.resolve(name).await {
+        let answer = match self.shared.out.resolver.resolve(name).await {
             Ok((addresses, hold)) => (Instant::now() + hold.min(CACHE_AT_MOST), Ok(addresses)),
             Err(ResolveError::NotFound) => (Instant::now() + ABSENT_FOR, Err(ResolveError::NotFound)),
             Err(error) => return Err(error),
@@ -295,7 +328,7 @@ impl Sandbox {
         }
         match ask {
             Ask::Address(_) | Ask::Ipv6Address(_)
-                if policy.dns().resolve_on_connect || self.shared.routes.knows(name) => {}
+                if policy.dns().resolve_on_connect || self.shared.out.routes.knows(name) => {}
             Ask::Address(_) | Ask::Ipv6Address(_) => match self.resolve(name).await {
                 Ok(_) => {}
                 Err(ResolveError::NotFound) => return Answer::Nxdomain,

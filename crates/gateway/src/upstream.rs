@@ -3,7 +3,7 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -12,6 +12,8 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
 };
+
+use crate::{routes::Routes, upstream_proxy::UpstreamProxy};
 
 /// A byte stream.
 pub trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -88,12 +90,38 @@ impl Dialer for SystemDialer {
     }
 }
 
+/// The way out of the host: for guests' connections and for what the gateway asks by itself.
+pub(crate) struct Outward {
+    pub(crate) resolver: Arc<dyn Resolver>,
+    pub(crate) dialer: Arc<dyn Dialer>,
+    pub(crate) routes: Routes,
+    pub(crate) host_addresses: HostAddresses,
+    pub(crate) proxy: Option<Arc<UpstreamProxy>>,
+}
+
+impl Outward {
+    /// Connects to an address that was judged, by the operator's proxy where there is one.
+    pub(crate) async fn dial(&self, address: SocketAddr) -> io::Result<BoxIo> {
+        match &self.proxy {
+            Some(proxy) if !proxy.is_direct(address.ip()) => {
+                proxy.dial(self.resolver.as_ref(), self.dialer.as_ref(), address).await
+            }
+            _ => self.dialer.dial(address).await,
+        }
+    }
+
+    /// Connects to where a route of the operator's leads.
+    pub(crate) async fn dial_route(&self, address: SocketAddr) -> io::Result<BoxIo> {
+        self.dialer.dial(address).await
+    }
+}
+
 const HOST_ADDRESSES_HOLD: Duration = Duration::from_secs(5);
 
 /// The host's addresses, read anew when they are old: interfaces come and go.
 pub(crate) struct HostAddresses {
     extra: Vec<IpAddr>,
-    known: Mutex<Option<(Instant, std::sync::Arc<[IpAddr]>)>>,
+    known: Mutex<Option<(Instant, Arc<[IpAddr]>)>>,
 }
 
 impl HostAddresses {
@@ -101,7 +129,7 @@ impl HostAddresses {
         Self { extra, known: Mutex::new(None) }
     }
 
-    pub(crate) fn get(&self) -> std::sync::Arc<[IpAddr]> {
+    pub(crate) fn get(&self) -> Arc<[IpAddr]> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((read, addresses)) = known.as_ref().filter(|(read, _)| read.elapsed() < HOST_ADDRESSES_HOLD) {
             let _ = read;
@@ -116,7 +144,7 @@ impl HostAddresses {
                 before.map_or_else(|| self.extra.as_slice().into(), |(_, addresses)| addresses)
             }
         };
-        *known = Some((Instant::now(), std::sync::Arc::clone(&addresses)));
+        *known = Some((Instant::now(), Arc::clone(&addresses)));
         addresses
     }
 }

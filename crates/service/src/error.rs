@@ -65,6 +65,12 @@ pub enum ServiceError {
         /// As asked for.
         name: String,
     },
+    /// The secret is the operator's.
+    #[error("secret {name:?} is the operator's and cannot be changed here")]
+    OperatorsSecret {
+        /// As asked for.
+        name: String,
+    },
     /// The network cannot be had.
     #[error("no network: {problem}")]
     Network {

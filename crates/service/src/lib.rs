@@ -47,13 +47,13 @@ pub use config::ServiceConfig;
 pub use error::{ServiceError, StateOf};
 pub use metrics::MetricsSample;
 pub use network::{
-    AuditFilter, AuditLine, NetworkConfig, NetworkSpec, NetworkState, PreviewToken, Previews, SecretRequest, SecretUse,
+    AuditFilter, AuditLine, ClientAuth, DefaultNetwork, DefaultOf, Ingress, MintedSecret, NetworkConfig, NetworkSpec,
+    NetworkState, OAuthClient, PreviewToken, Previews, SecretContent, SecretInfo, SecretRequest, SecretUse, SharedBy,
     check_secret_name,
 };
 pub use service::Service;
 pub use stockade_engine::SnapshotScope;
 pub use stockade_gateway::{Stats as NetworkStats, policy};
-pub use stockade_store::SecretRecord;
 pub use stockade_store::TemplateTag;
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 

@@ -79,7 +79,8 @@ impl Service {
         }
         let tickets = core.admit()?;
         core.engine().check_capacity(&template.template.shape)?;
-        let network = self.network_of(who, request.network.clone(), from.as_ref()).await?;
+        let name = &template.template.name;
+        let network = self.network_of(who, name, request.network.clone(), from.as_ref()).await?;
         let sandbox = self.first_record(who, &request, &template.template, from);
         let order = Order { template, source, lifetime: request.lifetime, network, key };
         match Owner::spawn_create(core, sandbox, order, tickets).await {
@@ -118,6 +119,7 @@ impl Service {
     async fn network_of(
         &self,
         who: &Principal,
+        template: &str,
         spec: Option<NetworkSpec>,
         from: Option<&SnapshotRecord>,
     ) -> Result<Option<NetworkRecord>, ServiceError> {
@@ -130,7 +132,7 @@ impl Service {
             Some(from) => self.store().network(from.snapshot.id.as_str()).await.map_err(store_error)?,
             None => None,
         };
-        let settings = network.new_settings(&who.workspace, spec, from.as_ref()).await?.to_json();
+        let settings = network.new_settings(&who.workspace, Some(template), spec, from.as_ref()).await?.to_json();
         Ok(Some(NetworkRecord { settings, names: from.map(|from| from.names).unwrap_or_default() }))
     }
 

@@ -1,4 +1,5 @@
-//! What is kept of a sandbox's network, under the sandbox's id, or a snapshot's for what is made from it.
+//! What is kept of a sandbox's network, under the sandbox's id, or a snapshot's for what is made from it, and what
+//! sandboxes start from that say nothing, under a subject of the service's.
 
 use sqlx::sqlite::SqliteRow;
 
@@ -58,6 +59,19 @@ impl Store {
             .await
             .map(drop)
             .map_err(StoreError::database("write a network's names"))
+    }
+
+    /// Removes a network; false: there was none.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn remove_network(&self, subject: &str) -> Result<bool, StoreError> {
+        let done = sqlx::query("DELETE FROM networks WHERE subject = ?")
+            .bind(subject)
+            .execute(&self.write)
+            .await
+            .map_err(StoreError::database("remove a network"))?;
+        Ok(done.rows_affected() > 0)
     }
 
     /// The network of a sandbox or snapshot; `None`: it has none.

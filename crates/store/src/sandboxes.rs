@@ -44,6 +44,11 @@ impl Store {
         self.secret.preview_token(id, port, expires)
     }
 
+    /// The token that opens all of a sandbox's ports, as long as it lives.
+    pub fn traffic_token(&self, id: &SandboxId) -> stockade_model::Secret {
+        self.secret.traffic_token(id)
+    }
+
     /// Writes a new record, in state `creating`, unless the idempotency key is taken.
     ///
     /// # Errors

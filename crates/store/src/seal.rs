@@ -5,6 +5,7 @@
 //!   --HMAC("fingerprint")--> meta.secret: tells a foreign secret file from the right one
 //!   --HMAC("token:" id)----> access token of a sandbox
 //!   --HMAC("preview:" ...)-> tokens of links to a sandbox's ports
+//!   --HMAC("traffic:" id)--> token for all of a sandbox's ports
 //!   --HMAC("digest:" ...)--> keyed digests of requests
 //!   --HMAC("seal")---------> ChaCha20-Poly1305 key; sealed = 12 bytes nonce, ciphertext, 16 bytes tag
 //! ```
@@ -70,6 +71,11 @@ impl SecretFile {
 
     pub(crate) fn preview_token(&self, id: &SandboxId, port: u16, expires: i64) -> Secret {
         let tag = hmac::sign(&self.mac, format!("preview:{id}:{port}:{expires}").as_bytes());
+        Secret::new(hex(&tag.as_ref()[..20]))
+    }
+
+    pub(crate) fn traffic_token(&self, id: &SandboxId) -> Secret {
+        let tag = hmac::sign(&self.mac, format!("traffic:{id}").as_bytes());
         Secret::new(hex(&tag.as_ref()[..20]))
     }
 

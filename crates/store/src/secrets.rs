@@ -18,6 +18,8 @@ pub struct SecretRecord {
     pub version: u64,
     /// Where it may go; name patterns.
     pub hosts: Vec<String>,
+    /// How its value is come by; empty: it is kept. The service's text, and nothing secret.
+    pub origin: String,
     /// When the first value came.
     pub created_at: Timestamp,
     /// When this one came.
@@ -34,20 +36,23 @@ impl Store {
         workspace: &WorkspaceId,
         name: &str,
         hosts: &[String],
+        origin: &str,
         value: &Secret,
         now: Timestamp,
     ) -> Result<SecretRecord, StoreError> {
         let row = sqlx::query(
-            "INSERT INTO secrets (workspace, name, version, hosts, value, created_ms, updated_ms)
-             VALUES (?1, ?2, 1, ?3, ?4, ?5, ?5)
-             ON CONFLICT (workspace, name) DO UPDATE SET version = version + 1, hosts = ?3, value = ?4, updated_ms = ?5
+            "INSERT INTO secrets (workspace, name, version, hosts, value, created_ms, updated_ms, origin)
+             VALUES (?1, ?2, 1, ?3, ?4, ?5, ?5, ?6)
+             ON CONFLICT (workspace, name)
+             DO UPDATE SET version = version + 1, hosts = ?3, value = ?4, updated_ms = ?5, origin = ?6
              RETURNING *",
         )
         .bind(workspace.as_str())
         .bind(name)
         .bind(to_json(&hosts))
-        .bind(self.secret.seal(&place(workspace, name), value.expose().as_bytes()))
+        .bind(self.secret.seal(&place(workspace, name, origin), value.expose().as_bytes()))
         .bind(millis(now))
+        .bind(origin)
         .fetch_one(&self.write)
         .await
         .map_err(StoreError::database("write a secret"))?;
@@ -85,7 +90,7 @@ impl Store {
             .await
             .map_err(StoreError::database("read a secret"))?;
         let Some(row) = row else { return Ok(None) };
-        let value = self.secret.open(&place(workspace, name), get(&row, "value")?)?;
+        let value = self.secret.open(&place(workspace, name, get(&row, "origin")?), get(&row, "value")?)?;
         let value =
             std::str::from_utf8(&value).map_err(|_| StoreError::damaged("a secret's value", "it is no text"))?;
         Ok(Some((secret(&row)?, Secret::new(value))))
@@ -106,9 +111,12 @@ impl Store {
     }
 }
 
-/// What a value is sealed to: moved to another row it does not open.
-fn place(workspace: &WorkspaceId, name: &str) -> String {
-    format!("secret:{workspace}:{name}")
+/// What a value is sealed to: moved to another row, or said to be for another endpoint, it does not open.
+fn place(workspace: &WorkspaceId, name: &str, origin: &str) -> String {
+    match origin {
+        "" => format!("secret:{workspace}:{name}"),
+        origin => format!("secret:{workspace}:{name}:{origin}"),
+    }
 }
 
 fn secret(row: &SqliteRow) -> Result<SecretRecord, StoreError> {
@@ -116,6 +124,7 @@ fn secret(row: &SqliteRow) -> Result<SecretRecord, StoreError> {
         name: get(row, "name")?,
         version: number(row, "version")?,
         hosts: json(get::<&str>(row, "hosts")?.as_bytes(), "hosts")?,
+        origin: get(row, "origin")?,
         created_at: instant(get(row, "created_ms")?, "created_ms")?,
         updated_at: instant(get(row, "updated_ms")?, "updated_ms")?,
     })

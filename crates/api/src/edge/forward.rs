@@ -85,8 +85,14 @@ pub(crate) async fn connect(guest: &GuestClient, port: u16) -> Result<Box<dyn Po
     }
 }
 
-/// One request, one connection into the guest: HTTP/1.1 there, whatever it is here.
-pub(crate) async fn forward(guest: &GuestClient, port: u16, mut request: Request) -> Result<Response, Reason> {
+/// One request, one connection into the guest: HTTP/1.1 there, whatever it is here. `host`: what the server there
+/// sees as the host instead of the one that was asked for.
+pub(crate) async fn forward(
+    guest: &GuestClient,
+    port: u16,
+    host: Option<HeaderValue>,
+    mut request: Request,
+) -> Result<Response, Reason> {
     let stream = connect(guest, port).await?;
     let bad_answer = |error: hyper::Error| {
         tracing::debug!(port, error = chain(&error), "a server in a guest broke off");
@@ -101,7 +107,7 @@ pub(crate) async fn forward(guest: &GuestClient, port: u16, mut request: Request
     });
     let upgrade = upgrade_of(request.headers());
     let ours = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
-    rewrite(&mut request, upgrade.as_ref());
+    rewrite(&mut request, upgrade.as_ref(), host);
     let mut response = sender.send_request(request).await.map_err(bad_answer)?;
     match ours {
         Some(ours) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
@@ -127,7 +133,7 @@ fn upgrade_of(headers: &HeaderMap) -> Option<HeaderValue> {
 }
 
 /// Makes the request one for a server on its own: origin-form target, `Host`, no hop-by-hop headers.
-fn rewrite(request: &mut Request, upgrade: Option<&HeaderValue>) {
+fn rewrite(request: &mut Request, upgrade: Option<&HeaderValue>, mask: Option<HeaderValue>) {
     if !request.headers().contains_key(header::HOST) {
         let authority = request.uri().authority().and_then(|name| HeaderValue::from_str(name.as_str()).ok());
         request.headers_mut().extend(authority.map(|authority| (header::HOST, authority)));
@@ -138,6 +144,9 @@ fn rewrite(request: &mut Request, upgrade: Option<&HeaderValue>) {
     strip_hop_by_hop(request.headers_mut(), upgrade);
     if let Some(host) = request.headers().get(header::HOST).cloned() {
         request.headers_mut().insert("x-forwarded-host", host);
+    }
+    if let Some(mask) = mask {
+        request.headers_mut().insert(header::HOST, mask);
     }
 }
 
@@ -171,6 +180,17 @@ mod tests {
             (HeaderName::from_static(name), HeaderValue::from_static(value))
         };
         pairs.iter().map(pair).collect()
+    }
+
+    #[test]
+    fn a_masked_host_replaces_the_one_that_was_asked_for() {
+        let make = || Request::builder().uri("/x").header("host", "8000-a.example").body(Body::empty()).expect("one");
+        let mut request = make();
+        rewrite(&mut request, None, Some(HeaderValue::from_static("localhost:8000")));
+        assert_eq!(request.headers(), &headers(&[("host", "localhost:8000"), ("x-forwarded-host", "8000-a.example")]));
+        let mut request = make();
+        rewrite(&mut request, None, None);
+        assert_eq!(request.headers()["host"], "8000-a.example");
     }
 
     #[test]

@@ -16,6 +16,7 @@ use axum::{
 use http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use serde_json::json;
 use stockade_model::SandboxId;
+use stockade_service::{Ingress, Previews};
 
 use super::{Reason, find, forward};
 use crate::{AppState, SandboxHost, server::Peer};
@@ -35,7 +36,11 @@ async fn enter(State(app): State<AppState>, mut request: Request) -> Response {
     };
     // What is no id is no sandbox, and not told from one of others.
     let Ok(id) = sandbox.parse::<SandboxId>() else { return closed() };
-    let door = match open(&app, &id, port, request.uri(), request.headers()).await {
+    let ingress = match app.service.ingress(&id).await {
+        Ok(ingress) => ingress,
+        Err(error) => return crate::ApiError::from(error).into_response(),
+    };
+    let door = match open(&app, &id, port, request.uri(), request.headers(), &ingress).await {
         Ok(Some(door)) => door,
         Ok(None) => return closed(),
         Err(error) => return error.into_response(),
@@ -46,7 +51,7 @@ async fn enter(State(app): State<AppState>, mut request: Request) -> Response {
         Ok((_, guest)) => guest,
         Err(reason) => return unreachable(reason, port),
     };
-    let mut response = match forward(&guest, port, request).await {
+    let mut response = match forward(&guest, port, ingress.host_for(port), request).await {
         Ok(response) => response,
         Err(reason) => return unreachable(reason, port),
     };
@@ -75,6 +80,7 @@ async fn open(
     port: u16,
     uri: &Uri,
     headers: &HeaderMap,
+    ingress: &Ingress,
 ) -> Result<Option<Door>, crate::ApiError> {
     let service = &app.service;
     let valid = |token: &String| service.check_preview_token(id, port, token);
@@ -90,7 +96,7 @@ async fn open(
     {
         return Ok(Some(Door::Key));
     }
-    Ok(service.is_preview_public(id).await?.then_some(Door::Public))
+    Ok((ingress.previews == Previews::Public).then_some(Door::Public))
 }
 
 fn from_query(uri: &Uri) -> Option<String> {

@@ -3,14 +3,16 @@
 use axum::{
     body::Body,
     extract::State,
-    http::header,
+    http::{StatusCode, header},
     response::{IntoResponse as _, Response},
 };
 use bytes::Bytes;
 use futures::StreamExt as _;
 use serde::{Deserialize, Serialize};
 use stockade_model::SandboxId;
-use stockade_service::{AuditFilter, NetworkSpec, NetworkState, NetworkStats, policy::Explanation};
+use stockade_service::{
+    AuditFilter, DefaultNetwork, DefaultOf, NetworkSpec, NetworkState, NetworkStats, policy::Explanation,
+};
 use tokio_stream::wrappers::{BroadcastStream, errors::BroadcastStreamRecvError};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
@@ -24,7 +26,12 @@ use crate::{
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(15);
 
 pub(super) fn routes() -> OpenApiRouter<AppState> {
-    OpenApiRouter::new().routes(routes!(get, put)).routes(routes!(explain)).routes(routes!(audit))
+    OpenApiRouter::new()
+        .routes(routes!(get, put))
+        .routes(routes!(explain))
+        .routes(routes!(audit))
+        .routes(routes!(get_default, put_default, delete_default))
+        .routes(routes!(get_template, put_template, delete_template))
 }
 
 /// A sandbox's network now.
@@ -95,6 +102,85 @@ async fn put(
     Ok(axum::Json(state.service.set_network(&caller.0, &sandbox_id(&id)?, spec).await?.into()))
 }
 
+/// What sandboxes start from whose request says nothing about the network.
+#[derive(Debug, Serialize, utoipa::ToSchema)]
+#[schema(as = DefaultNetwork)]
+struct DefaultView {
+    /// Who says so: `template`, `workspace` or `operator`; the first of them that says something.
+    from: &'static str,
+    network: NetworkSpec,
+}
+
+impl From<DefaultNetwork> for DefaultView {
+    fn from(default: DefaultNetwork) -> Self {
+        Self { from: default.from, network: default.spec }
+    }
+}
+
+/// What sandboxes of your workspace start from.
+#[utoipa::path(get, path = "/v1/network/default", tag = "network", operation_id = "get_default_network",
+    responses((status = 200, body = DefaultView)))]
+async fn get_default(State(state): State<AppState>, caller: Caller) -> Result<axum::Json<DefaultView>, ApiError> {
+    Ok(axum::Json(state.service.default_network(&caller.0, DefaultOf::Workspace).await?.into()))
+}
+
+/// Change what sandboxes of your workspace start from. Those that are there keep what they have.
+#[utoipa::path(put, path = "/v1/network/default", tag = "network", operation_id = "put_default_network",
+    request_body = NetworkSpec, responses((status = 200, body = DefaultView)))]
+async fn put_default(
+    State(state): State<AppState>,
+    caller: Caller,
+    Json(spec): Json<NetworkSpec>,
+) -> Result<axum::Json<DefaultView>, ApiError> {
+    Ok(axum::Json(state.service.set_default_network(&caller.0, DefaultOf::Workspace, spec).await?.into()))
+}
+
+/// Forget it: sandboxes start from what the operator has set.
+#[utoipa::path(delete, path = "/v1/network/default", tag = "network", operation_id = "delete_default_network",
+    responses((status = 204)))]
+async fn delete_default(State(state): State<AppState>, caller: Caller) -> Result<StatusCode, ApiError> {
+    state.service.remove_default_network(&caller.0, DefaultOf::Workspace).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What sandboxes of a template start from in your workspace.
+#[utoipa::path(get, path = "/v1/templates/{template}/network", tag = "network",
+    operation_id = "get_template_network", params(("template" = String, Path)),
+    responses((status = 200, body = DefaultView)))]
+async fn get_template(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(name): Path<String>,
+) -> Result<axum::Json<DefaultView>, ApiError> {
+    Ok(axum::Json(state.service.default_network(&caller.0, DefaultOf::Template(&name)).await?.into()))
+}
+
+/// Change what sandboxes of a template start from in your workspace; it is kept by the template's name. Sandboxes
+/// that are there keep what they have.
+#[utoipa::path(put, path = "/v1/templates/{template}/network", tag = "network",
+    operation_id = "put_template_network", params(("template" = String, Path)),
+    request_body = NetworkSpec, responses((status = 200, body = DefaultView)))]
+async fn put_template(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(name): Path<String>,
+    Json(spec): Json<NetworkSpec>,
+) -> Result<axum::Json<DefaultView>, ApiError> {
+    Ok(axum::Json(state.service.set_default_network(&caller.0, DefaultOf::Template(&name), spec).await?.into()))
+}
+
+/// Forget it: sandboxes of the template start from what your workspace or the operator has set.
+#[utoipa::path(delete, path = "/v1/templates/{template}/network", tag = "network",
+    operation_id = "delete_template_network", params(("template" = String, Path)), responses((status = 204)))]
+async fn delete_template(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(name): Path<String>,
+) -> Result<StatusCode, ApiError> {
+    state.service.remove_default_network(&caller.0, DefaultOf::Template(&name)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
 /// A request the guest might make.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -143,7 +229,7 @@ struct AuditPage {
     tag = "network",
     params(
         ("sandbox" = Option<String>, Query, description = "Of this sandbox."),
-        ("kind" = Option<String>, Query, description = "`connect`, `dns`, `tls`, `http`, `token`, `dial`, `udp`, `closed`, `policy` or `link`."),
+        ("kind" = Option<String>, Query, description = "`connect`, `dns`, `tls`, `http`, `token`, `secret`, `dial`, `udp`, `closed`, `policy` or `link`."),
         ("verdict" = Option<String>, Query, description = "`allow`, `deny` or `error`."),
         ("since" = Option<String>, Query, description = "From this time on, RFC 3339."),
         ("limit" = Option<u32>, Query, description = "1 to 1000, by default 100."),

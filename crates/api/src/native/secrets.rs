@@ -3,7 +3,7 @@
 use axum::{extract::State, http::StatusCode};
 use serde::{Deserialize, Serialize};
 use stockade_model::Secret;
-use stockade_service::{SecretRecord, SecretRequest};
+use stockade_service::{OAuthClient, SecretContent, SecretInfo, SecretRequest};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
 use super::show_time;
@@ -22,24 +22,34 @@ pub(super) fn routes() -> OpenApiRouter<AppState> {
 #[schema(as = Secret)]
 struct SecretView {
     name: String,
-    /// Counts up with each value.
+    /// `value`: its value is kept. `oauth`: values are access tokens. `command`, `callback`: of the operator's; values
+    /// are made when they are needed.
+    source: &'static str,
+    /// Counts up with each change.
     version: u64,
     /// Where it may be sent.
     hosts: Vec<String>,
+    /// The client of the token endpoint, without its secret.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    oauth: Option<OAuthClient>,
     #[schema(format = DateTime)]
-    created_at: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    created_at: Option<String>,
     #[schema(format = DateTime)]
-    updated_at: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    updated_at: Option<String>,
 }
 
-impl From<SecretRecord> for SecretView {
-    fn from(record: SecretRecord) -> Self {
+impl From<SecretInfo> for SecretView {
+    fn from(secret: SecretInfo) -> Self {
         Self {
-            name: record.name,
-            version: record.version,
-            hosts: record.hosts,
-            created_at: show_time(record.created_at),
-            updated_at: show_time(record.updated_at),
+            name: secret.name,
+            source: secret.source,
+            version: secret.version,
+            hosts: secret.hosts,
+            oauth: secret.oauth,
+            created_at: secret.created_at.map(show_time),
+            updated_at: secret.updated_at.map(show_time),
         }
     }
 }
@@ -50,15 +60,34 @@ struct SecretList {
     items: Vec<SecretView>,
 }
 
-/// A secret's next value.
+/// A secret's next value: `value`, or `oauth` and `client_secret`.
 #[derive(Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 struct PutSecretRequest {
     /// The value: what a header can hold, without line breaks.
+    #[serde(default)]
     #[schema(write_only)]
-    value: String,
+    value: Option<String>,
+    /// A client of a token endpoint: its access tokens are the values (OAuth 2.0 client credentials).
+    #[serde(default)]
+    oauth: Option<OAuthClient>,
+    /// The client's secret.
+    #[serde(default)]
+    #[schema(write_only)]
+    client_secret: Option<String>,
     /// Where it may be sent: `api.example.com`, `*.example.com`, or `*` for everywhere.
     hosts: Vec<String>,
+}
+
+impl PutSecretRequest {
+    fn read(self, name: String) -> Result<SecretRequest, ApiError> {
+        let content = match (self.value, self.oauth, self.client_secret) {
+            (Some(value), None, None) => SecretContent::Value(Secret::new(value)),
+            (None, Some(client), Some(secret)) => SecretContent::OAuth { client, client_secret: Secret::new(secret) },
+            _ => return Err(ApiError::invalid("give `value`, or `oauth` and `client_secret`")),
+        };
+        Ok(SecretRequest { name, hosts: self.hosts, content })
+    }
 }
 
 /// List secrets, without their values.
@@ -92,9 +121,7 @@ async fn put(
     Path(name): Path<String>,
     Json(request): Json<PutSecretRequest>,
 ) -> Result<axum::Json<SecretView>, ApiError> {
-    let PutSecretRequest { value, hosts } = request;
-    let request = SecretRequest { name, hosts, value: Secret::new(value) };
-    Ok(axum::Json(state.service.put_secret(&caller.0, request).await?.into()))
+    Ok(axum::Json(state.service.put_secret(&caller.0, request.read(name)?).await?.into()))
 }
 
 /// Forget a secret. Requests that need it fail from now on.

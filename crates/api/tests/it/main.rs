@@ -7,6 +7,7 @@ mod exec;
 mod files;
 mod hosts;
 mod lifecycle;
+mod network;
 mod sandboxes;
 mod support;
 mod tls;

@@ -14,7 +14,7 @@ mod server;
 mod values;
 
 pub(crate) use lifecycle::{Fork, Idle, Pause, Resume, Rollback, Rules, Set, Snapshot, SnapshotCommand, Step, Usage};
-pub(crate) use network::{Audit, Network, Policy, Preview, Secret, Tunnel};
+pub(crate) use network::{Audit, Network, OAuth, Policy, Preview, Secret, Tunnel};
 pub(crate) use sandbox::{
     Code, CodeRun, Cp, Create, Exec, Extend, Kill, Ls, One, Run, Running, Shell, Template, TemplateBuild,
 };

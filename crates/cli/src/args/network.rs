@@ -67,6 +67,21 @@ pub(crate) enum Policy {
         #[arg(long, short = 'X', value_name = "METHOD", env = "STOCKADE_METHOD", default_value = "GET")]
         method: String,
     },
+    /// Print what sandboxes start from whose request says nothing about the network
+    Default(Template),
+    /// Change what sandboxes start from; those that are there keep what they have
+    SetDefault {
+        #[command(flatten)]
+        of: Template,
+        /// A JSON file instead of the options below; - is standard input
+        #[arg(long, value_name = "FILE", env = "STOCKADE_POLICY_FILE",
+              conflicts_with_all = ["allow_out", "deny_out", "no_internet", "secrets"])]
+        file: Option<PathBuf>,
+        #[command(flatten)]
+        network: Network,
+    },
+    /// Forget what sandboxes start from; the next wider default counts again
+    ClearDefault(Template),
     /// Change a sandbox's network as a whole, at once
     Set {
         /// The sandbox's id
@@ -80,6 +95,14 @@ pub(crate) enum Policy {
     },
 }
 
+/// Whose default.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Template {
+    /// The template's, which counts before the workspace's
+    #[arg(long, value_name = "NAME", env = "STOCKADE_DEFAULT_OF_TEMPLATE")]
+    pub(crate) template: Option<String>,
+}
+
 /// `stockade secret`
 #[derive(Debug, Subcommand)]
 pub(crate) enum Secret {
@@ -90,6 +113,8 @@ pub(crate) enum Secret {
         /// Where it may be sent: a name, *.NAME, or * for everywhere; repeatable
         #[arg(long = "host", value_name = "HOST", env = "STOCKADE_SECRET_HOST", required = true)]
         hosts: Vec<String>,
+        #[command(flatten)]
+        oauth: OAuth,
     },
     /// List secrets, without their values
     #[command(visible_alias = "list")]
@@ -100,6 +125,27 @@ pub(crate) enum Secret {
         #[arg(required = true)]
         names: Vec<String>,
     },
+}
+
+/// A client of a token endpoint; standard input is its secret then.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "OAuth client credentials")]
+pub(crate) struct OAuth {
+    /// Send access tokens of this endpoint (https); standard input is then the client's secret
+    #[arg(long, value_name = "URL", env = "STOCKADE_OAUTH_TOKEN_URL", requires = "client_id")]
+    pub(crate) token_url: Option<String>,
+    /// The client's id
+    #[arg(long, value_name = "ID", env = "STOCKADE_OAUTH_CLIENT_ID", requires = "token_url")]
+    pub(crate) client_id: Option<String>,
+    /// A scope to ask for; repeatable
+    #[arg(long = "scope", value_name = "SCOPE", env = "STOCKADE_OAUTH_SCOPE", requires = "token_url")]
+    pub(crate) scopes: Vec<String>,
+    /// The audience to ask for
+    #[arg(long, value_name = "AUDIENCE", env = "STOCKADE_OAUTH_AUDIENCE", requires = "token_url")]
+    pub(crate) audience: Option<String>,
+    /// Send the client's secret as a field of the form instead of in a header
+    #[arg(long, env = "STOCKADE_OAUTH_FORM", requires = "token_url", value_parser = FalseyValueParser::new())]
+    pub(crate) form: bool,
 }
 
 /// `stockade audit`

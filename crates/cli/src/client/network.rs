@@ -1,6 +1,6 @@
 //! Networks, secrets, decisions. What the API answers is shown as it is.
 
-use reqwest::{Method, Response};
+use reqwest::{Method, RequestBuilder, Response};
 use serde_json::{Value, json};
 use stockade_model::Secret;
 
@@ -18,16 +18,47 @@ impl Client {
         self.json(self.request(Method::PUT, &["v1", "sandboxes", id, "network"]).json(spec)).await
     }
 
+    /// What sandboxes start from, of a template or the workspace.
+    pub(crate) async fn default_network(&self, template: Option<&str>) -> Result<Value, Failure> {
+        self.json(self.default_request(Method::GET, template)).await
+    }
+
+    /// Changes it.
+    pub(crate) async fn set_default_network(&self, template: Option<&str>, spec: &Value) -> Result<Value, Failure> {
+        self.json(self.default_request(Method::PUT, template).json(spec)).await
+    }
+
+    /// Forgets it.
+    pub(crate) async fn clear_default_network(&self, template: Option<&str>) -> Result<(), Failure> {
+        self.send(self.default_request(Method::DELETE, template)).await.map(drop)
+    }
+
+    fn default_request(&self, method: Method, template: Option<&str>) -> RequestBuilder {
+        match template {
+            Some(template) => self.request(method, &["v1", "templates", template, "network"]),
+            None => self.request(method, &["v1", "network", "default"]),
+        }
+    }
+
     /// What would happen to a request.
     pub(crate) async fn explain(&self, id: &str, method: &str, url: &str) -> Result<Value, Failure> {
         let request = self.request(Method::POST, &["v1", "sandboxes", id, "network", "explain"]);
         self.json(request.json(&json!({"method": method, "url": url}))).await
     }
 
-    /// Keeps a secret or its next value.
-    pub(crate) async fn put_secret(&self, name: &str, value: &Secret, hosts: &[String]) -> Result<Value, Failure> {
-        let request = self.request(Method::PUT, &["v1", "secrets", name]);
-        self.json(request.json(&json!({"value": value.expose(), "hosts": hosts}))).await
+    /// Keeps a secret or its next value; of a client of a token endpoint where there is one.
+    pub(crate) async fn put_secret(
+        &self,
+        name: &str,
+        value: &Secret,
+        hosts: &[String],
+        oauth: Option<Value>,
+    ) -> Result<Value, Failure> {
+        let body = match oauth {
+            None => json!({"value": value.expose(), "hosts": hosts}),
+            Some(oauth) => json!({"oauth": oauth, "client_secret": value.expose(), "hosts": hosts}),
+        };
+        self.json(self.request(Method::PUT, &["v1", "secrets", name]).json(&body)).await
     }
 
     /// All secrets, without values.

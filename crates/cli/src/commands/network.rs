@@ -32,14 +32,32 @@ pub(super) async fn policy(context: &Context, args: args::Policy) -> Result<(), 
             let explained = context.client.explain(&sandbox, &method, &request).await?;
             context.ui.data(&explained, || explain(&explained))
         }
+        args::Policy::Default(of) => {
+            let default = context.client.default_network(of.template.as_deref()).await?;
+            context.ui.data(&default, || pretty(&default["network"]))
+        }
+        args::Policy::SetDefault { of, file, network } => {
+            let spec = read_or_spec(file.as_deref(), &network)?;
+            let default = context.client.set_default_network(of.template.as_deref(), &spec).await?;
+            context.ui.data(&default, || format!("set for the {}", default["from"].as_str().unwrap_or_default()))
+        }
+        args::Policy::ClearDefault(of) => {
+            context.client.clear_default_network(of.template.as_deref()).await?;
+            let default = context.client.default_network(of.template.as_deref()).await?;
+            context.ui.data(&default, || format!("now from the {}", default["from"].as_str().unwrap_or_default()))
+        }
         args::Policy::Set { sandbox, file, network } => {
-            let spec = match file {
-                Some(path) => read_spec(&path)?,
-                None => spec(&network).unwrap_or_else(|| json!({})),
-            };
+            let spec = read_or_spec(file.as_deref(), &network)?;
             let network = context.client.set_network(&sandbox, &spec).await?;
             context.ui.data(&network, || format!("revision {}", network["revision"]))
         }
+    }
+}
+
+fn read_or_spec(file: Option<&std::path::Path>, network: &Network) -> Result<Value, Failure> {
+    match file {
+        Some(path) => read_spec(path),
+        None => Ok(spec(network).unwrap_or_else(|| json!({}))),
     }
 }
 
@@ -79,16 +97,16 @@ fn explain(explained: &Value) -> String {
 
 pub(super) async fn secret(context: &Context, args: args::Secret) -> Result<(), Failure> {
     match args {
-        args::Secret::Set { name, hosts } => {
+        args::Secret::Set { name, hosts, oauth } => {
             let value = read_value()?;
-            let secret = context.client.put_secret(&name, &value, &hosts).await?;
+            let secret = context.client.put_secret(&name, &value, &hosts, client(&oauth)).await?;
             context.ui.data(&secret, || format!("version {}", secret["version"]))
         }
         args::Secret::Ls => {
             let secrets = context.client.secrets().await?;
             context.ui.data(&secrets, || {
                 let rows: Vec<_> = secrets["items"].as_array().into_iter().flatten().map(secret_row).collect();
-                table(&["NAME", "VERSION", "HOSTS", "UPDATED"], &rows)
+                table(&["NAME", "SOURCE", "VERSION", "HOSTS", "UPDATED"], &rows)
             })
         }
         args::Secret::Rm { names } => {
@@ -98,6 +116,17 @@ pub(super) async fn secret(context: &Context, args: args::Secret) -> Result<(), 
             context.ui.data(&json!({"removed": names}), || names.iter().map(|name| format!("{name}\n")).collect())
         }
     }
+}
+
+/// The client of a token endpoint the options describe.
+fn client(oauth: &args::OAuth) -> Option<Value> {
+    let args::OAuth { token_url, client_id, scopes, audience, form } = oauth;
+    let auth = if *form { "form" } else { "basic" };
+    let mut client = json!({"token_url": token_url.as_ref()?, "client_id": client_id, "scopes": scopes, "auth": auth});
+    if let Some(audience) = audience {
+        client["audience"] = audience.as_str().into();
+    }
+    Some(client)
 }
 
 /// Not an argument: those are seen by everybody on the host and kept by shells.
@@ -116,6 +145,7 @@ fn secret_row(secret: &Value) -> Vec<String> {
     let hosts: Vec<_> = secret["hosts"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     vec![
         secret["name"].as_str().map(printable).unwrap_or_default(),
+        secret["source"].as_str().map(printable).unwrap_or_default(),
         secret["version"].to_string(),
         printable(&hosts.join(" ")),
         secret["updated_at"].as_str().map(local_time).unwrap_or_default(),

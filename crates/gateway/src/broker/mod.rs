@@ -57,6 +57,29 @@ pub enum SecretError {
     },
 }
 
+impl SecretError {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Unknown(name) | Self::Forbidden(name) | Self::Unavailable { name, .. } => name,
+        }
+    }
+
+    /// A stable word for records.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Unknown(_) => "secret_unknown",
+            Self::Forbidden(_) => "secret_forbidden",
+            Self::Unavailable { .. } => "secret_unavailable",
+        }
+    }
+
+    /// Whether somebody decided so, as opposed to a failure.
+    pub fn is_refusal(&self) -> bool {
+        !matches!(self, Self::Unavailable { .. })
+    }
+}
+
 /// Gives values: static ones from the store, or short-lived ones minted per request.
 #[async_trait]
 pub trait SecretProvider: Send + Sync + 'static {

@@ -115,7 +115,9 @@ impl CompiledPolicy {
             deny_encrypted_client_hello: layers.iter().any(|layer| layer.deny_encrypted_client_hello),
             layers: {
                 let never: Vec<String> = layers.iter().flat_map(|layer| layer.intercept.never.clone()).collect();
-                layers.iter().map(|layer| compile_layer(layer, &never)).collect::<Result<_, _>>()?
+                let own = layers.len() - 1;
+                let layers = layers.iter().enumerate();
+                layers.map(|(at, layer)| compile_layer(layer, &never, at < own)).collect::<Result<_, _>>()?
             },
         })
     }
@@ -181,7 +183,7 @@ fn compile_floor(floor: &Floor) -> Result<CompiledFloor, PolicyError> {
 }
 
 /// `never` are the hosts no layer lets us open: a tenant must not get rid of a bound's rule by closing its host.
-fn compile_layer(policy: &Policy, never: &[String]) -> Result<Layer, PolicyError> {
+fn compile_layer(policy: &Policy, never: &[String], is_operators: bool) -> Result<Layer, PolicyError> {
     for (field, count) in
         [("rules", policy.rules.len()), ("http", policy.http.len()), ("substitutions", policy.substitutions.len())]
     {
@@ -197,7 +199,7 @@ fn compile_layer(policy: &Policy, never: &[String]) -> Result<Layer, PolicyError
             .iter()
             .enumerate()
             .filter(|(_, rule)| rule.enabled)
-            .map(|(at, rule)| CompiledHttpRule::compile(at, rule))
+            .map(|(at, rule)| CompiledHttpRule::compile(at, rule, is_operators))
             .collect::<Result<_, _>>()?,
         substitutions: policy
             .substitutions

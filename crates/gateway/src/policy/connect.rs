@@ -90,6 +90,44 @@ impl Decision {
 impl CompiledPolicy {
     /// Judges a destination. `host` are the host's own addresses.
     pub fn connect(&self, destination: Destination<'_>, port: u16, host: &[IpAddr]) -> Decision {
+        self.connect_under(&self.layers, None, destination, port, host)
+    }
+
+    /// Judges where a rule forwards requests to: one of the sandbox's own as a connection to the open internet under
+    /// what stands above the sandbox; one of the operator's may lead anywhere but to metadata.
+    pub(crate) fn forward(
+        &self,
+        is_operators: bool,
+        destination: Destination<'_>,
+        port: u16,
+        host: &[IpAddr],
+    ) -> Decision {
+        let open = Decision { allowed: true, l7: L7::Raw, rule: None, reason: Reason::Default };
+        let address = match destination {
+            Destination::Name(_) => None,
+            Destination::Resolved(_, address) | Destination::Address(address) => Some(unmapped(address)),
+        };
+        if is_operators {
+            let metadata = address.is_some_and(|address| classify(address) == AddressClass::Metadata);
+            return if metadata { Decision::deny(Reason::MetadataAddress) } else { open };
+        }
+        let above = self.layers.split_last().map_or(&[][..], |(_, above)| above);
+        let is_private = address.is_some_and(|address| classify(address) != AddressClass::Public);
+        // Without anybody above who could have named it.
+        if is_private && above.is_empty() {
+            return Decision::deny(Reason::PrivateAddress);
+        }
+        self.connect_under(above, Some(open), destination, port, host)
+    }
+
+    fn connect_under(
+        &self,
+        layers: &[Layer],
+        mut combined: Option<Decision>,
+        destination: Destination<'_>,
+        port: u16,
+        host: &[IpAddr],
+    ) -> Decision {
         let (name, address) = match destination {
             Destination::Name(name) => (Some(name), None),
             Destination::Resolved(name, address) => (Some(name), Some(unmapped(address))),
@@ -99,8 +137,7 @@ impl CompiledPolicy {
             return Decision::deny(reason);
         }
         let opened = address.is_some_and(|address| classify(address) != AddressClass::Public);
-        let mut combined: Option<Decision> = None;
-        for layer in &self.layers {
+        for layer in layers {
             let decision = self.judge(layer, name, address, port, opened);
             if !decision.allowed {
                 return decision;

@@ -9,7 +9,8 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use regex::bytes::Regex;
 
 use super::{
-    CompiledPolicy, HttpAction, HttpRule, Matcher, NamedMatcher, OtherHost, Places, PolicyError, Scheme, Substitution,
+    CompiledPolicy, Forward, HttpAction, HttpRule, Matcher, NamedMatcher, OtherHost, Places, PolicyError, Scheme,
+    Substitution,
     compile::name_set,
     names::{NameSet, whole_regex},
 };
@@ -63,14 +64,14 @@ pub struct HttpDecision<'a> {
     pub rule: Option<&'a str>,
     /// What it says; an allow when none matched.
     pub(crate) action: &'a CompiledAction,
-    /// Rules of outer layers that add headers too.
-    pub(crate) also: Vec<&'a CompiledAction>,
+    /// Headers that are set, those of outer layers last.
+    sets: Vec<&'a [(HeaderName, Template)]>,
 }
 
 impl HttpDecision<'_> {
     /// Whether the request is sent to its host.
     pub fn is_forwarded(&self) -> bool {
-        matches!(self.action, CompiledAction::Allow | CompiledAction::SetHeaders(_))
+        matches!(self.action, CompiledAction::Allow | CompiledAction::SetHeaders(_) | CompiledAction::Forward(_))
     }
 
     /// The secrets whose values the rules put into headers.
@@ -80,10 +81,7 @@ impl HttpDecision<'_> {
 
     /// What is set, the later over the earlier.
     pub(crate) fn header_sets(&self) -> impl Iterator<Item = &[(HeaderName, Template)]> {
-        std::iter::once(self.action).chain(self.also.iter().copied()).filter_map(|action| match action {
-            CompiledAction::SetHeaders(headers) => Some(headers.as_slice()),
-            _ => None,
-        })
+        self.sets.iter().copied()
     }
 
     /// A word for records.
@@ -93,6 +91,7 @@ impl HttpDecision<'_> {
             CompiledAction::SetHeaders(_) => "set_headers",
             CompiledAction::Deny => "deny",
             CompiledAction::Respond { .. } => "respond",
+            CompiledAction::Forward(_) => "forward",
         }
     }
 }
@@ -103,6 +102,28 @@ pub(crate) enum CompiledAction {
     Deny,
     SetHeaders(Vec<(HeaderName, Template)>),
     Respond { status: StatusCode, headers: Vec<(HeaderName, HeaderValue)>, body: String },
+    Forward(CompiledForward),
+}
+
+/// A proxy of a rule's author.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct CompiledForward {
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    /// Without a slash at its end.
+    pub(crate) path: String,
+    headers: Vec<(HeaderName, Template)>,
+    /// Whether the operator wrote it; the proxy may be anywhere then.
+    pub(crate) is_operators: bool,
+}
+
+impl CompiledAction {
+    fn headers(&self) -> Option<&[(HeaderName, Template)]> {
+        match self {
+            Self::SetHeaders(headers) | Self::Forward(CompiledForward { headers, .. }) => Some(headers),
+            Self::Allow | Self::Deny | Self::Respond { .. } => None,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -197,15 +218,16 @@ fn escapes_are_needed(path: &str) -> bool {
 }
 
 impl CompiledHttpRule {
-    pub(super) fn compile(at: usize, rule: &HttpRule) -> Result<Self, PolicyError> {
+    pub(super) fn compile(at: usize, rule: &HttpRule, is_operators: bool) -> Result<Self, PolicyError> {
         let field = |name: &str| format!("http[{at}].{name}");
         if rule.hosts.is_empty() {
             return Err(PolicyError::new(field("hosts"), "is empty; name the hosts, or \"*\" for all"));
         }
-        let action = compile_action(&field("action"), &rule.action)?;
+        let action = compile_action(&field("action"), &rule.action, is_operators)?;
         let adds = matches!(action, CompiledAction::SetHeaders(_));
         let has_secret = match &action {
             CompiledAction::SetHeaders(headers) => headers.iter().any(|(_, value)| value.has_secret()),
+            // Its headers go to the proxy, and that over TLS.
             _ => false,
         };
         if has_secret && rule.scheme == Some(Scheme::Http) {
@@ -305,24 +327,18 @@ fn settable_header(field: &str, name: &str) -> Result<HeaderName, PolicyError> {
     Ok(header)
 }
 
-fn compile_action(field: &str, action: &HttpAction) -> Result<CompiledAction, PolicyError> {
+fn compile_action(field: &str, action: &HttpAction, is_operators: bool) -> Result<CompiledAction, PolicyError> {
     Ok(match action {
         HttpAction::Allow => CompiledAction::Allow,
         HttpAction::Deny => CompiledAction::Deny,
         HttpAction::SetHeaders(headers) => {
-            if headers.is_empty() || headers.len() > MAX_HEADERS {
+            if headers.is_empty() {
                 return Err(PolicyError::new(field, format!("set_headers takes 1 to {MAX_HEADERS} headers")));
             }
-            let one = |(name, value): (&String, &String)| {
-                let place = format!("{field}.set_headers.{name}");
-                let header = settable_header(&place, name)?;
-                if value.len() > MAX_VALUE {
-                    return Err(PolicyError::new(place, format!("is longer than {MAX_VALUE} bytes")));
-                }
-                let template = Template::parse(value).map_err(|error| PolicyError::new(place, error))?;
-                Ok((header, template))
-            };
-            CompiledAction::SetHeaders(headers.iter().map(one).collect::<Result<_, PolicyError>>()?)
+            CompiledAction::SetHeaders(compile_headers(&format!("{field}.set_headers"), headers)?)
+        }
+        HttpAction::Forward(forward) => {
+            CompiledAction::Forward(compile_forward(&format!("{field}.forward"), forward, is_operators)?)
         }
         HttpAction::Respond(answer) => {
             let status =
@@ -342,6 +358,43 @@ fn compile_action(field: &str, action: &HttpAction) -> Result<CompiledAction, Po
             let headers = answer.headers.iter().map(one).collect::<Result<_, PolicyError>>()?;
             CompiledAction::Respond { status, headers, body: answer.body.clone() }
         }
+    })
+}
+
+fn compile_headers(
+    field: &str,
+    headers: &BTreeMap<String, String>,
+) -> Result<Vec<(HeaderName, Template)>, PolicyError> {
+    if headers.len() > MAX_HEADERS {
+        return Err(PolicyError::new(field, format!("takes at most {MAX_HEADERS} headers")));
+    }
+    let one = |(name, value): (&String, &String)| {
+        let place = format!("{field}.{name}");
+        let header = settable_header(&place, name)?;
+        if value.len() > MAX_VALUE {
+            return Err(PolicyError::new(place, format!("is longer than {MAX_VALUE} bytes")));
+        }
+        let template = Template::parse(value).map_err(|error| PolicyError::new(place, error))?;
+        Ok((header, template))
+    };
+    headers.iter().map(one).collect()
+}
+
+fn compile_forward(field: &str, forward: &Forward, is_operators: bool) -> Result<CompiledForward, PolicyError> {
+    let wrong = |problem: &str| PolicyError::new(format!("{field}.url"), problem);
+    let url = crate::fetch::check_https_url(&forward.url).map_err(wrong)?;
+    let host = url.host().and_then(super::normalize_name);
+    // Policies judge where it leads by name; what an address is meant to be cannot be told.
+    let host = host.ok_or_else(|| wrong("needs a host name, not an address"))?;
+    if url.query().is_some() {
+        return Err(wrong("takes no query: the request has its own"));
+    }
+    Ok(CompiledForward {
+        host,
+        port: url.port_u16().unwrap_or(443),
+        path: url.path().trim_end_matches('/').to_owned(),
+        headers: compile_headers(&format!("{field}.headers"), &forward.headers)?,
+        is_operators,
     })
 }
 
@@ -400,20 +453,24 @@ impl CompiledPolicy {
     /// Judges one request that the gateway can read.
     pub fn http(&self, question: &HttpQuestion<'_>) -> HttpDecision<'_> {
         let canonical = CanonicalPath::of(question.path).is_canonical();
-        let mut decision = HttpDecision { rule: None, action: &CompiledAction::Allow, also: Vec::new() };
+        let mut decision = HttpDecision { rule: None, action: &CompiledAction::Allow, sets: Vec::new() };
         // The sandbox's own layer first: outer layers may refuse, and what they set wins.
         for layer in self.layers.iter().rev() {
             let Some(rule) = layer.http.iter().find(|rule| rule.matches(question, canonical)) else { continue };
             match (&rule.action, decision.action) {
                 (CompiledAction::Deny, _) => {
-                    return HttpDecision { rule: Some(&rule.id), action: &rule.action, also: Vec::new() };
+                    return HttpDecision { rule: Some(&rule.id), action: &rule.action, sets: Vec::new() };
                 }
-                (CompiledAction::Respond { .. }, _) | (_, CompiledAction::Allow) => {
+                // An answer of the sandbox's own reaches nobody; where a request goes is the outermost layer's word.
+                (CompiledAction::Respond { .. }, _)
+                | (_, CompiledAction::Allow)
+                | (CompiledAction::Forward(_), CompiledAction::SetHeaders(_) | CompiledAction::Forward(_)) => {
                     decision.rule = Some(&rule.id);
                     decision.action = &rule.action;
                 }
-                (_, _) => decision.also.push(&rule.action),
+                (_, _) => {}
             }
+            decision.sets.extend(rule.action.headers());
         }
         decision
     }

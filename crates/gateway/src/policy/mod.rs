@@ -36,7 +36,7 @@ pub use self::{
     simple::SimplePolicy,
 };
 
-pub(crate) use self::http::{CompiledAction, CompiledSubstitution};
+pub(crate) use self::http::{CompiledAction, CompiledForward, CompiledSubstitution};
 
 /// The policy of one layer, as it is written and stored.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
@@ -255,6 +255,21 @@ pub enum HttpAction {
     SetHeaders(BTreeMap<String, String>),
     /// Answered by the gateway; nothing is sent.
     Respond(Answer),
+    /// Sent to a proxy of the rule's author instead of the host.
+    Forward(Forward),
+}
+
+/// Where a request is sent instead of its host. The proxy gets it below the URL's path, with the headers
+/// `X-Stockade-Forwarded-Scheme`, `-Host`, `-Port` and `X-Stockade-Sandbox`. Tokens count for the proxy: those that may
+/// not go there are not sent.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Forward {
+    /// `https://proxy.example/path`, without a query.
+    pub url: String,
+    /// Set as with `set_headers`; secrets have to be allowed for the proxy's host.
+    #[serde(default)]
+    pub headers: BTreeMap<String, String>,
 }
 
 /// An answer of the gateway's own.

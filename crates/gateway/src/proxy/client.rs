@@ -15,7 +15,7 @@ use tokio_rustls::TlsConnector;
 
 use super::BoxBody;
 use crate::{
-    policy::Scheme,
+    policy::{CompiledForward, Scheme},
     sandbox::{DialError, Sandbox, Target},
     upstream::BoxIo,
 };
@@ -39,9 +39,26 @@ struct Open {
     http2: Option<(Http2, SocketAddr)>,
 }
 
+/// Where a client's requests go.
+pub(super) enum Way {
+    /// To the host the guest connected to.
+    Host(Target),
+    /// To the proxy of a rule.
+    Forward(CompiledForward),
+}
+
+impl Way {
+    fn place(&self) -> (String, u16) {
+        match self {
+            Self::Host(target) => (target.host(), target.port),
+            Self::Forward(proxy) => (proxy.host.clone(), proxy.port),
+        }
+    }
+}
+
 pub(super) struct Client {
     sandbox: Arc<Sandbox>,
-    target: Target,
+    way: Way,
     scheme: Scheme,
     open: Mutex<Open>,
 }
@@ -52,8 +69,8 @@ enum Connection {
 }
 
 impl Client {
-    pub(super) fn new(sandbox: Arc<Sandbox>, target: Target, scheme: Scheme) -> Self {
-        Self { sandbox, target, scheme, open: Mutex::default() }
+    pub(super) fn new(sandbox: Arc<Sandbox>, way: Way, scheme: Scheme) -> Self {
+        Self { sandbox, way, scheme, open: Mutex::default() }
     }
 
     /// Sends a request and waits for the head of the answer. `alone`: on a connection of its own, in HTTP/1.1 (for an
@@ -92,7 +109,11 @@ impl Client {
     }
 
     async fn connect(&self, alone: bool) -> Result<(Connection, SocketAddr), ClientError> {
-        let (stream, address) = self.sandbox.dial(&self.target).await.map_err(ClientError::Dial)?;
+        let dialled = match &self.way {
+            Way::Host(target) => self.sandbox.dial(target).await,
+            Way::Forward(proxy) => self.sandbox.dial_forward(proxy).await,
+        };
+        let (stream, address) = dialled.map_err(ClientError::Dial)?;
         let failed = |error: hyper::Error| ClientError::Failed(error.to_string());
         let (io, http2) = match self.scheme {
             Scheme::Http => (stream, false),
@@ -120,7 +141,7 @@ impl Client {
     async fn wrap_in_tls(&self, stream: BoxIo, alone: bool) -> Result<(BoxIo, bool), ClientError> {
         let shared = &self.sandbox.shared;
         let config = if alone { &shared.tls_http1 } else { &shared.tls_any };
-        let name = ServerName::try_from(self.target.host()).map_err(|error| ClientError::Failed(error.to_string()))?;
+        let name = ServerName::try_from(self.way.place().0).map_err(|error| ClientError::Failed(error.to_string()))?;
         let handshake = TlsConnector::from(Arc::clone(config)).connect(name, stream);
         let tls = match timeout(self.sandbox.limits.dial_timeout(), handshake).await {
             Ok(Ok(tls)) => tls,
@@ -204,8 +225,8 @@ impl Client {
 
     fn authority(&self) -> String {
         let default = if self.scheme == Scheme::Http { 80 } else { 443 };
-        let host = self.target.host();
-        if self.target.port == default { host } else { format!("{host}:{}", self.target.port) }
+        let (host, port) = self.way.place();
+        if port == default { host } else { format!("{host}:{port}") }
     }
 }
 

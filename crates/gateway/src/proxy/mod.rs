@@ -220,7 +220,7 @@ impl Handler {
             // An address the guest used by itself: a name in the hello grants nothing, and may only confirm.
             (None, Some(said)) => {
                 let destination = Destination::Resolved(said, self.target.address.into());
-                let host = self.sandbox.shared.host_addresses.get();
+                let host = self.sandbox.shared.out.host_addresses.get();
                 if !policy.connect(destination, self.target.port, &host).allowed && !self.allowed_by_address(policy) {
                     return Some("name_denied");
                 }

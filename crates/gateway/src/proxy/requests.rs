@@ -16,7 +16,7 @@ use hyper_util::rt::TokioIo;
 
 use super::{
     BoxBody,
-    client::{Client, ClientError},
+    client::{Client, ClientError, Way},
     refuse::Refusal,
 };
 use crate::{
@@ -24,9 +24,12 @@ use crate::{
     broker::{EchoMask, Refused, Sent, Substituter, TokenWatch, read_at_most},
     limits::Limits,
     net::{Flow, Upgraded},
-    policy::{CompiledAction, CompiledPolicy, Destination, HttpQuestion, Scheme, normalize_name},
+    policy::{CompiledAction, CompiledForward, CompiledPolicy, Destination, HttpQuestion, Scheme, normalize_name},
     sandbox::{Sandbox, Target, facts_of},
 };
+
+/// Proxies of rules that a connection keeps clients of.
+const MOST_FORWARDS: usize = 8;
 
 /// One connection of the guest.
 pub(super) struct Session {
@@ -35,6 +38,8 @@ pub(super) struct Session {
     scheme: Scheme,
     flow: Arc<Flow>,
     client: Arc<Client>,
+    /// To the proxies of rules.
+    forwards: Mutex<Vec<(CompiledForward, Arc<Client>)>>,
 }
 
 /// What is put into the record of a request.
@@ -47,8 +52,8 @@ struct Outcome {
 
 impl Session {
     pub(super) fn new(sandbox: Arc<Sandbox>, target: Target, scheme: Scheme, flow: Arc<Flow>) -> Arc<Self> {
-        let client = Arc::new(Client::new(Arc::clone(&sandbox), target.clone(), scheme));
-        Arc::new(Self { sandbox, target, scheme, flow, client })
+        let client = Arc::new(Client::new(Arc::clone(&sandbox), Way::Host(target.clone()), scheme));
+        Arc::new(Self { sandbox, target, scheme, flow, client, forwards: Mutex::default() })
     }
 
     pub(super) fn limits(&self) -> &Limits {
@@ -124,18 +129,31 @@ impl Session {
                 let more = Facts { rule, authority: Some(host), ..Facts::default() };
                 return Ok(Outcome { response, verdict: Verdict::Allow, reason: "answered_by_rule", more });
             }
-            CompiledAction::Allow | CompiledAction::SetHeaders(_) => {}
+            CompiledAction::Allow | CompiledAction::SetHeaders(_) | CompiledAction::Forward(_) => {}
         }
+        let proxy = match decision.action {
+            CompiledAction::Forward(proxy) => Some(proxy),
+            _ => None,
+        };
+        let (client, scheme) = match proxy {
+            Some(proxy) => {
+                self.mark_forwarded(&mut head, proxy, &host)?;
+                (self.client_of(proxy), Scheme::Https)
+            }
+            None => (Arc::clone(&self.client), self.scheme),
+        };
+        // Values and tokens are for whom the request is really sent to.
+        let receiver = proxy.map_or(host.as_str(), |proxy| proxy.host.as_str());
         let substituter = Substituter {
             policy: &policy,
             provider: self.sandbox.secrets(),
-            request: self.sandbox.secret_request(&host),
-            scheme: self.scheme,
+            request: self.sandbox.secret_request(receiver),
+            scheme,
         };
         let sent = match substituter.apply(&decision, &mut head).await {
             Ok(sent) => sent,
             Err(refused) => {
-                self.report_token(&refused, &host);
+                self.report_secret(&refused, &host);
                 return Err(Refusal::secret(&refused, &host));
             }
         };
@@ -146,11 +164,51 @@ impl Session {
         secrets.extend(used_in_body);
         let request = Request::from_parts(head, body);
         let more = Facts { rule, authority: Some(host.clone()), secrets, ..Facts::default() };
-        self.forward(request, upgrade, sent.masks, &host, more, &misplaced).await
+        self.forward(&client, request, upgrade, sent.masks, receiver, more, &misplaced).await
     }
 
+    /// The client of a rule's proxy.
+    fn client_of(&self, proxy: &CompiledForward) -> Arc<Client> {
+        let mut known = self.forwards.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, client)) = known.iter().find(|(one, _)| one == proxy) {
+            return Arc::clone(client);
+        }
+        if known.len() >= MOST_FORWARDS {
+            known.clear();
+        }
+        let client = Arc::new(Client::new(Arc::clone(&self.sandbox), Way::Forward(proxy.clone()), Scheme::Https));
+        known.push((proxy.clone(), Arc::clone(&client)));
+        client
+    }
+
+    /// Makes a request one for a rule's proxy. What it says about where it comes from is ours alone.
+    fn mark_forwarded(&self, head: &mut request::Parts, proxy: &CompiledForward, host: &str) -> Result<(), Refusal> {
+        let ours: Vec<_> =
+            head.headers.keys().filter(|name| name.as_str().starts_with("x-stockade-")).cloned().collect();
+        for name in ours {
+            head.headers.remove(name);
+        }
+        let scheme = if self.scheme == Scheme::Http { "http" } else { "https" };
+        for (name, value) in [
+            ("x-stockade-forwarded-scheme", scheme),
+            ("x-stockade-forwarded-host", host),
+            ("x-stockade-forwarded-port", &self.target.port.to_string()),
+            ("x-stockade-sandbox", self.sandbox.id.as_str()),
+        ] {
+            let value = HeaderValue::from_str(value).map_err(|_| Refusal::bad_request("a host that is no text"))?;
+            head.headers.insert(name, value);
+        }
+        let target = head.uri.path_and_query().map_or("/", |target| target.as_str());
+        let target = if target == "*" { "/" } else { target };
+        let target = format!("{}{target}", proxy.path);
+        head.uri = target.parse().map_err(|_| Refusal::bad_request("a target that is none below the proxy's path"))?;
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the pieces of one request, taken apart by its only caller")]
     async fn forward(
         &self,
+        client: &Arc<Client>,
         mut request: Request<BoxBody>,
         upgrade: Option<Upgrade>,
         masks: Vec<(String, stockade_model::Secret)>,
@@ -166,7 +224,7 @@ impl Session {
             request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
             request.headers_mut().insert(header::UPGRADE, upgrade.protocol.clone());
         }
-        let sent = self.client.send(request, upgrade.is_some()).await;
+        let sent = client.send(request, upgrade.is_some()).await;
         let secret = misplaced.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(secret) = secret {
             return Err(Refusal::misplaced(&secret, "the body", host));
@@ -262,7 +320,7 @@ impl Session {
             return Err(Refusal::policy(decision.reason.code(), host, &decision.reason.to_string()));
         }
         if self.target.name.is_none() && normalize_name(host).is_some() && decision.rule.is_none() {
-            let own = self.sandbox.shared.host_addresses.get();
+            let own = self.sandbox.shared.out.host_addresses.get();
             let destination = Destination::Resolved(host, self.target.address.into());
             let by_name = policy.connect(destination, self.target.port, &own);
             if !by_name.allowed {
@@ -272,16 +330,19 @@ impl Session {
         Ok(())
     }
 
-    fn report_token(&self, refused: &Refused, host: &str) {
-        if let Refused::Misplaced { secret, place } = refused {
-            let facts = Facts {
-                authority: Some(host.to_owned()),
-                secrets: vec![secret.clone()],
-                detail: Some(format!("found in {place}")),
-                ..facts_of(&self.flow)
-            };
-            self.sandbox.audit(AuditKind::Token, Verdict::Deny, "token_misplaced", facts);
-        }
+    /// One record more than the request's: which secret it is about.
+    fn report_secret(&self, refused: &Refused, host: &str) {
+        let (kind, verdict, reason, secret, detail) = match refused {
+            Refused::Misplaced { secret, place } => {
+                (AuditKind::Token, Verdict::Deny, "token_misplaced", secret.clone(), format!("found in {place}"))
+            }
+            Refused::Secret(error) => {
+                let verdict = if error.is_refusal() { Verdict::Deny } else { Verdict::Error };
+                (AuditKind::Secret, verdict, error.code(), error.name().to_owned(), error.to_string())
+            }
+        };
+        let (authority, secrets, detail) = (Some(host.to_owned()), vec![secret], Some(detail));
+        self.sandbox.audit(kind, verdict, reason, Facts { authority, secrets, detail, ..facts_of(&self.flow) });
     }
 
     fn watch_body(

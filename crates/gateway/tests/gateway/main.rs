@@ -1,6 +1,7 @@
 //! The gateway with guests that are no machines and servers on loopback.
 #![allow(missing_docs, unreachable_pub, clippy::unwrap_used, reason = "tests")]
 
+mod fetch;
 mod flows;
 mod guest;
 mod kernel;
@@ -9,4 +10,5 @@ mod requests;
 mod secrets;
 mod servers;
 mod tls;
+mod upstream;
 mod world;

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! request --> settings.rs (what the owner wrote, tokens) --> store, sealed
+//!   or defaults.rs (template's, workspace's, operator's)
 //!                  |
 //!                  v layers: the operator's bounds, the sandbox's own policy
-//! machine's NIC <--attach.rs--> gateway --asks--> secrets.rs (values)
+//! machine's NIC <--attach.rs--> gateway --asks--> secrets.rs (values) <-- minting/ (those that are made)
 //!                                   \----tells--> audit.rs (records)
 //! ```
 //!
@@ -21,8 +22,9 @@ use std::{
 
 use serde::Deserialize;
 use stockade_gateway::{
-    Control, Gateway, GatewayConfig, Limits, Routes,
+    Control, Fetcher, Gateway, GatewayConfig, Limits, Routes, UpstreamProxyConfig,
     policy::{Floor, Policy},
+    tls_towards,
 };
 use stockade_model::{MachineId, SandboxId};
 use stockade_store::Store;
@@ -34,6 +36,8 @@ use crate::ServiceError;
 mod attach;
 mod audit;
 mod authority;
+mod defaults;
+mod minting;
 mod previews;
 mod secrets;
 mod settings;
@@ -41,8 +45,10 @@ mod verbs;
 
 pub(crate) use attach::{Names, Told};
 pub use audit::{AuditFilter, AuditLine};
-pub use previews::PreviewToken;
-pub use secrets::{SecretRequest, check_secret_name};
+pub use defaults::{DefaultNetwork, DefaultOf};
+pub use minting::{ClientAuth, MintedSecret, OAuthClient, SharedBy};
+pub use previews::{Ingress, PreviewToken};
+pub use secrets::{SecretContent, SecretInfo, SecretRequest, check_secret_name};
 pub(crate) use settings::Settings;
 pub use settings::{NetworkSpec, Previews, SecretUse};
 pub use verbs::NetworkState;
@@ -61,6 +67,10 @@ pub struct NetworkConfig {
     pub limits: Limits,
     /// Names that lead somewhere of the operator's choosing: `name` or `name:port` to `address` or `address:port`.
     pub routes: BTreeMap<String, String>,
+    /// An HTTP proxy that everything but routes is dialled through.
+    pub upstream_proxy: Option<UpstreamProxyConfig>,
+    /// Secrets whose values are made by programs or callbacks of the operator's.
+    pub secrets: BTreeMap<String, MintedSecret>,
     /// Files of certificates (PEM) to be trusted for hosts the gateway speaks to, besides the host's own.
     pub trusted_certificates: Vec<PathBuf>,
     /// How many days decisions are kept.
@@ -77,6 +87,8 @@ impl Default for NetworkConfig {
             default: NetworkSpec::default(),
             limits: Limits::default(),
             routes: BTreeMap::new(),
+            upstream_proxy: None,
+            secrets: BTreeMap::new(),
             trusted_certificates: Vec::new(),
             keep_audit_days: 30,
             keep_audit_records: 1_000_000,
@@ -89,6 +101,8 @@ pub(crate) struct Network {
     pub(crate) gateway: Gateway,
     pub(crate) audit: Arc<audit::Log>,
     pub(crate) keep_audit: (Duration, u64),
+    /// The operator's secrets.
+    minters: Arc<BTreeMap<String, Arc<minting::Minter>>>,
     store: Store,
     bounds: Option<Policy>,
     pub(crate) default: NetworkSpec,
@@ -118,9 +132,17 @@ impl Network {
         let audit = audit::Log::new();
         let mut gateway = GatewayConfig::new(authority, roots);
         gateway.floor = config.floor;
-        gateway.secrets = Arc::new(secrets::Provider::new(store.clone()));
         gateway.audit = Arc::clone(&audit) as _;
+        if let Some(proxy) = &config.upstream_proxy {
+            let tls =
+                tls_towards(&gateway.upstream_roots, &[b"http/1.1"]).map_err(|error| failed(error.to_string()))?;
+            gateway.upstream_proxy = Some(Arc::new(proxy.open(tls).map_err(failed)?));
+        }
         gateway.routes = Routes::parse(&config.routes).map_err(|error| failed(error.to_string()))?;
+        let minters = Arc::new(secrets::minters(config.secrets).map_err(failed)?);
+        let fetcher = Fetcher::new(&gateway, config.bounds.as_ref());
+        let fetcher = fetcher.map_err(|error| failed(crate::error::chain(&error)))?;
+        gateway.secrets = Arc::new(secrets::Provider::new(store.clone(), Arc::clone(&minters), fetcher));
         let gateway = Gateway::new(gateway).map_err(|error| failed(crate::error::chain(&error)))?;
         let authority = Authority {
             certificate: gateway.certificate_pem().to_owned(),
@@ -131,6 +153,7 @@ impl Network {
             gateway,
             audit,
             keep_audit: (days, config.keep_audit_records),
+            minters,
             store,
             bounds: config.bounds,
             default: config.default,

@@ -5,13 +5,29 @@
 
 use std::time::Duration;
 
+use http::HeaderValue;
 use jiff::Timestamp;
 use stockade_model::{SandboxId, Secret};
 
-use super::Previews;
+use super::{Previews, settings::masked_host};
 use crate::{Principal, Service, ServiceError, error::store_error};
 
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// How requests to a sandbox's ports are let in, and what they are changed to.
+#[derive(Clone, Debug, Default)]
+pub struct Ingress {
+    /// Who may ask.
+    pub previews: Previews,
+    mask_request_host: Option<String>,
+}
+
+impl Ingress {
+    /// What the server behind a port sees as `Host`, if not what was asked for.
+    pub fn host_for(&self, port: u16) -> Option<HeaderValue> {
+        self.mask_request_host.as_deref().and_then(|mask| masked_host(mask, port))
+    }
+}
 
 /// A token that opens one port until a time.
 #[derive(Clone, Debug)]
@@ -57,11 +73,17 @@ impl Service {
             && self.store().preview_token(id, port, expires).matches(tag)
     }
 
-    /// Whether everybody may look at a sandbox's ports. One that is not there is not public.
-    pub async fn is_preview_public(&self, id: &SandboxId) -> Result<bool, ServiceError> {
-        let Some(network) = &self.handle.core.network else { return Ok(false) };
+    /// How requests to a sandbox's ports are let in. One that is not there is private.
+    pub async fn ingress(&self, id: &SandboxId) -> Result<Ingress, ServiceError> {
+        let Some(network) = &self.handle.core.network else { return Ok(Ingress::default()) };
         let record = self.store().network(id.as_str()).await.map_err(store_error)?;
-        let Some(record) = record else { return Ok(false) };
-        Ok(network.settings_of(Some(&record))?.spec.previews == Previews::Public)
+        let Some(record) = record else { return Ok(Ingress::default()) };
+        let spec = network.settings_of(Some(&record))?.spec;
+        Ok(Ingress { previews: spec.previews, mask_request_host: spec.mask_request_host })
+    }
+
+    /// The token that opens a sandbox's ports where its network asks for one.
+    pub fn traffic_token(&self, id: &SandboxId) -> Secret {
+        self.store().traffic_token(id)
     }
 }

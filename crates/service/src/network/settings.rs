@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use http::HeaderValue;
 use serde::{Deserialize, Serialize};
 use stockade_gateway::{
     broker,
@@ -35,6 +36,10 @@ pub struct NetworkSpec {
     /// Who may look at its ports by their host names.
     #[serde(skip_serializing_if = "Previews::is_default")]
     pub previews: Previews,
+    /// What servers in the sandbox see as `Host`: a name or address, with a port or not, `${PORT}` for the sandbox's
+    /// port. The host that was asked for is then in `X-Forwarded-Host` alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mask_request_host: Option<String>,
 }
 
 /// Who may look at a sandbox's ports by their host names (`<port>-<id>.<base domain>`).
@@ -46,6 +51,8 @@ pub enum Previews {
     Private,
     /// Everybody who knows the sandbox's id.
     Public,
+    /// As `private`, and E2B's host names, which are public otherwise, take the sandbox's traffic token.
+    Token,
 }
 
 impl Previews {
@@ -105,6 +112,11 @@ impl Settings {
     /// Of a new sandbox. `hosts`: where its secrets may go, by their names.
     pub(crate) fn first(spec: NetworkSpec, hosts: BTreeMap<String, Vec<String>>) -> Result<Self, ServiceError> {
         Self { revision: 0, spec: NetworkSpec::default(), tokens: BTreeMap::new() }.changed(spec, &hosts)
+    }
+
+    /// Of no sandbox: what others are made of.
+    pub(crate) fn unbound(spec: NetworkSpec) -> Self {
+        Self { revision: 0, spec, tokens: BTreeMap::new() }
     }
 
     /// The same sandbox's, or one's that has its memory, with another spec: tokens its guest knows stay as they are.
@@ -170,10 +182,32 @@ impl Settings {
     }
 }
 
+/// The `Host` of requests to a port; `None`: it is none.
+pub(crate) fn masked_host(mask: &str, port: u16) -> Option<HeaderValue> {
+    let host = mask.replace("${PORT}", &port.to_string());
+    let authority: http::uri::Authority = host.parse().ok()?;
+    let has_port = authority.port_u16().is_some() || host == authority.host();
+    let plain = host.is_ascii() && !host.contains('@') && !authority.host().is_empty() && has_port;
+    if plain { HeaderValue::from_str(&host).ok() } else { None }
+}
+
+impl NetworkSpec {
+    /// Whether it makes sense by itself; its policy and secrets are looked at when a sandbox gets it.
+    ///
+    /// # Errors
+    /// It does not; the error names the field.
+    pub fn check(&self) -> Result<(), ServiceError> {
+        check(self)
+    }
+}
+
 fn check(spec: &NetworkSpec) -> Result<(), ServiceError> {
     let invalid = |problem: String| Err(ServiceError::Invalid { field: "network", problem });
     if spec.policy.is_some() && (spec.internet.is_some() || !spec.allow.is_empty() || !spec.deny.is_empty()) {
         return invalid("takes either `policy` or `internet`, `allow` and `deny`, not both".to_owned());
+    }
+    if let Some(host) = spec.mask_request_host.as_ref().filter(|host| masked_host(host, 1).is_none()) {
+        return invalid(format!("mask_request_host: {host:?} is no host; use host, host:port or host:${{PORT}}"));
     }
     if spec.secrets.len() > MOST_SECRETS {
         return invalid(format!("has {} secrets, the most is {MOST_SECRETS}", spec.secrets.len()));
@@ -226,5 +260,18 @@ mod tests {
         let twice = r#"{"secrets": [{"secret": "github", "env": "A"}, {"secret": "github", "env": "A"}]}"#;
         assert!(refused(twice).contains("secrets[1].env: A is there twice"));
         assert!(serde_json::from_str::<NetworkSpec>(r#"{"allow_list": []}"#).is_err());
+    }
+
+    #[test]
+    fn a_masked_host_is_a_host_with_the_port_filled_in() {
+        let masked = |mask: &str| masked_host(mask, 8000).map(|host| host.to_str().expect("text").to_owned());
+        assert_eq!(masked("localhost").as_deref(), Some("localhost"));
+        assert_eq!(masked("localhost:${PORT}").as_deref(), Some("localhost:8000"));
+        assert_eq!(masked("[::1]:80").as_deref(), Some("[::1]:80"));
+        for bad in ["", "a b", "a/b", "u@a", "a:", "a:b", "é.example", "http://a", "a\r\nx: y", "${PORT}:${PORT}:1"] {
+            assert_eq!(masked(bad), None, "{bad:?}");
+            let spec = NetworkSpec { mask_request_host: Some(bad.to_owned()), ..NetworkSpec::default() };
+            assert!(Settings::first(spec, hosts()).is_err(), "{bad:?}");
+        }
     }
 }

@@ -32,6 +32,7 @@ impl Network {
     pub(crate) async fn new_settings(
         &self,
         workspace: &WorkspaceId,
+        template: Option<&str>,
         spec: Option<NetworkSpec>,
         from: Option<&NetworkRecord>,
     ) -> Result<Settings, ServiceError> {
@@ -42,7 +43,10 @@ impl Network {
                 Settings::from_json(&from.settings)?.changed(spec, &hosts)?
             }
             (spec, None) => {
-                let spec = spec.unwrap_or_else(|| self.default.clone());
+                let spec = match spec {
+                    Some(spec) => spec,
+                    None => self.default_for(workspace, template).await?.spec,
+                };
                 let hosts = self.hosts_of(workspace, &spec).await?;
                 Settings::first(spec, hosts)?
             }
@@ -59,9 +63,16 @@ impl Network {
     ) -> Result<BTreeMap<String, Vec<String>>, ServiceError> {
         let mut hosts = BTreeMap::new();
         for used in &spec.secrets {
-            let found = self.store.secret(workspace, &used.secret).await.map_err(store_error)?;
-            let (record, _) = found.ok_or_else(|| super::secrets::not_found(&used.secret))?;
-            hosts.insert(record.name, record.hosts);
+            let minter = self.minters.get(&used.secret);
+            let known = match minter {
+                Some(minter) if minter.is_for(workspace) => Some(minter.config.hosts.clone()),
+                Some(_) => None,
+                None => {
+                    let found = self.store.secret(workspace, &used.secret).await.map_err(store_error)?;
+                    found.map(|(record, _)| record.hosts)
+                }
+            };
+            hosts.insert(used.secret.clone(), known.ok_or_else(|| super::secrets::not_found(&used.secret))?);
         }
         Ok(hosts)
     }

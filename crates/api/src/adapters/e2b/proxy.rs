@@ -12,7 +12,8 @@ use axum::{
 };
 use http::{HeaderMap, HeaderName, StatusCode, header};
 use serde::Serialize;
-use stockade_model::Sandbox;
+use stockade_model::{Sandbox, SandboxId};
+use stockade_service::{Ingress, Previews};
 use tower::ServiceExt as _;
 
 use super::{
@@ -24,8 +25,12 @@ use super::{
 use crate::{
     AppState, SandboxHost,
     edge::{Reason, find, forward},
+    error::chain,
     native::CODE_INTERPRETER_PORT,
 };
+
+/// What opens ports of sandboxes without public traffic.
+const TRAFFIC_TOKEN: &str = "e2b-traffic-access-token";
 
 #[derive(Clone)]
 struct Edge {
@@ -49,6 +54,10 @@ async fn enter(State(edge): State<Edge>, mut request: Request) -> Response {
     if port == ENVD_PORT && request.method() == http::Method::OPTIONS {
         return into_response(edge.envd.oneshot(request).await);
     }
+    let ingress = match admit(&edge.app, &id, port, &mut request).await {
+        Ok(ingress) => ingress,
+        Err(refusal) => return refusal.respond(request.headers()),
+    };
     let (sandbox, guest) = match find(&edge.app, &id).await {
         Ok(found) => found,
         Err(reason) => return refuse(reason, request.headers()),
@@ -61,10 +70,28 @@ async fn enter(State(edge): State<Edge>, mut request: Request) -> Response {
         return error.into_response();
     }
     let headers = request.headers().clone();
-    match forward(&guest, port, request).await {
+    match forward(&guest, port, ingress.host_for(port), request).await {
         Ok(response) => response,
         Err(reason) => refuse(reason, &headers),
     }
+}
+
+/// Whether a request may go to a port, before anything is resumed for it. The guest never sees the token.
+async fn admit(app: &AppState, id: &str, port: u16, request: &mut Request) -> Result<Ingress, Refusal> {
+    let Ok(sandbox) = id.parse::<SandboxId>() else { return Ok(Ingress::default()) };
+    let ingress = app.service.ingress(&sandbox).await.map_err(|error| {
+        tracing::error!(sandbox = id, error = chain(&error), "a sandbox's network could not be looked up");
+        Refusal::Sandbox { id: id.to_owned(), port, reason: Reason::Internal }
+    })?;
+    let token = request.headers_mut().remove(TRAFFIC_TOKEN);
+    if ingress.previews == Previews::Token && port != ENVD_PORT {
+        let right = app.service.traffic_token(&sandbox);
+        let shown = token.as_ref().and_then(|token| token.to_str().ok());
+        if !shown.is_some_and(|shown| right.matches(shown)) {
+            return Err(Refusal::Traffic { id: id.to_owned() });
+        }
+    }
+    Ok(ingress)
 }
 
 /// Running code is what a secured sandbox's token is for, and every client sends it. The interpreter's other
@@ -83,7 +110,15 @@ fn into_response(result: Result<Response, std::convert::Infallible>) -> Response
 
 enum Refusal {
     InvalidHost,
-    Sandbox { id: String, port: u16, reason: Reason },
+    /// The traffic token is missing or another's.
+    Traffic {
+        id: String,
+    },
+    Sandbox {
+        id: String,
+        port: u16,
+        reason: Reason,
+    },
 }
 
 #[derive(Serialize)]
@@ -101,6 +136,7 @@ impl Refusal {
     fn status(&self) -> StatusCode {
         match self {
             Self::InvalidHost => StatusCode::BAD_REQUEST,
+            Self::Traffic { .. } => StatusCode::FORBIDDEN,
             Self::Sandbox { reason, .. } => reason.status(),
         }
     }
@@ -108,6 +144,7 @@ impl Refusal {
     fn message(&self) -> &'static str {
         match self {
             Self::InvalidHost => "Invalid host",
+            Self::Traffic { .. } => "Missing or invalid traffic access token: send it as E2b-Traffic-Access-Token",
             Self::Sandbox { reason, .. } => reason.message(),
         }
     }
@@ -115,11 +152,15 @@ impl Refusal {
     fn respond(&self, headers: &HeaderMap) -> Response {
         let status = self.status();
         let mut json = RefusalJson { sandbox_id: None, message: self.message(), port: None, code: status.as_u16() };
-        if let Self::Sandbox { id, port, reason } = self {
-            json.sandbox_id = Some(id);
-            json.port = (*reason == Reason::PortClosed).then_some(*port);
+        match self {
+            Self::Sandbox { id, port, reason } => {
+                json.sandbox_id = Some(id);
+                json.port = (*reason == Reason::PortClosed).then_some(*port);
+            }
+            Self::Traffic { id } => json.sandbox_id = Some(id),
+            Self::InvalidHost => {}
         }
-        if is_navigation(headers) {
+        if is_navigation(headers) && matches!(self, Self::Sandbox { .. }) {
             return (status, Html(page(&json))).into_response();
         }
         (status, Json(json)).into_response()

@@ -105,7 +105,7 @@ async fn connect(
         seconds => state.service.resume(&who, &sandbox.id, Some(Duration::from_secs(seconds))).await?,
     };
     let status = if paused { StatusCode::CREATED } else { StatusCode::OK };
-    Ok((status, Json(SandboxReply::of(&sandbox))))
+    Ok((status, Json(SandboxReply::of(&state, &sandbox).await?)))
 }
 
 /// A paused sandbox comes back as it was paused: with its memory if that was kept.
@@ -148,7 +148,7 @@ pub(super) async fn resume(
     }
     let lifetime = over_zero(request.timeout.unwrap_or(DEFAULT_TIMEOUT_V1))?;
     let sandbox = state.service.resume(&who, &sandbox.id, Some(lifetime)).await?;
-    Ok((StatusCode::CREATED, Json(SandboxReply::of(&sandbox))))
+    Ok((StatusCode::CREATED, Json(SandboxReply::of(&state, &sandbox).await?)))
 }
 
 fn over_zero(timeout: i64) -> Result<Duration, HttpError> {
@@ -188,9 +188,12 @@ pub(super) async fn fork(
         ..ForkRequest::default()
     };
     let children = state.service.fork(&who, &sandbox_id(&id)?, request).await?;
-    let replies = children.into_iter().map(|child| match child {
-        Ok(child) => ForkReply::Sandbox(Box::new(SandboxReply::of(&child))),
-        Err(error) => ForkReply::Error(HttpError::from(error).into()),
-    });
-    Ok((StatusCode::CREATED, Json(replies.collect())))
+    let mut replies = Vec::with_capacity(children.len());
+    for child in children {
+        replies.push(match child {
+            Ok(child) => ForkReply::Sandbox(Box::new(SandboxReply::of(&state, &child).await?)),
+            Err(error) => ForkReply::Error(HttpError::from(error).into()),
+        });
+    }
+    Ok((StatusCode::CREATED, Json(replies)))
 }

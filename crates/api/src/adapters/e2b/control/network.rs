@@ -19,7 +19,7 @@ use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use stockade_service::{
-    NetworkSpec, Principal,
+    NetworkSpec, Previews, Principal,
     policy::{Action, DefaultAction, DnsPolicy, HttpAction, HttpRule, NamePattern, OnDeny, Policy, Rule, Scheme},
 };
 
@@ -47,6 +47,13 @@ pub(super) struct Network {
     mask_request_host: Option<String>,
     dns_servers: Option<Vec<String>>,
     https_ports: Option<Vec<u16>>,
+}
+
+impl Network {
+    /// Whether its ports take a token.
+    pub(super) fn is_closed(&self) -> bool {
+        self.allow_public_traffic == Some(false)
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -78,6 +85,10 @@ struct Update {
 pub(super) struct NetworkView {
     allow_out: Vec<String>,
     deny_out: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    allow_public_traffic: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mask_request_host: Option<String>,
 }
 
 /// What E2B's fields ask for; `None`: nothing is said.
@@ -87,6 +98,10 @@ pub(super) fn spec(internet: Option<bool>, network: Option<Network>) -> Result<O
     }
     let network = network.unwrap_or_default();
     refuse_unsupported(&network)?;
+    if let Some(host) = network.mask_request_host.as_ref().filter(|host| !is_maskable(host)) {
+        return Err(HttpError::bad_request(format!("mask request host is not valid: {host}")));
+    }
+    let previews = if network.is_closed() { Previews::Token } else { Previews::default() };
     let deny_out = network.deny_out.unwrap_or_default();
     let allow_out = network.allow_out.unwrap_or_default();
     if let Some(bad) = deny_out.iter().find(|entry| !is_network(entry)) {
@@ -123,7 +138,14 @@ pub(super) fn spec(internet: Option<bool>, network: Option<Network>) -> Result<O
         dns: DnsPolicy { on_deny: OnDeny::Nxdomain, ..DnsPolicy::default() },
         ..Policy::default()
     };
-    Ok(Some(NetworkSpec { policy: Some(policy), ..NetworkSpec::default() }))
+    let mask_request_host = network.mask_request_host;
+    Ok(Some(NetworkSpec { policy: Some(policy), previews, mask_request_host, ..NetworkSpec::default() }))
+}
+
+/// `host` or `host:port`, where the port may be `${PORT}`.
+fn is_maskable(host: &str) -> bool {
+    let spec = NetworkSpec { mask_request_host: Some(host.to_owned()), ..NetworkSpec::default() };
+    spec.check().is_ok()
 }
 
 fn is_network(entry: &str) -> bool {
@@ -133,9 +155,7 @@ fn is_network(entry: &str) -> bool {
 
 fn refuse_unsupported(network: &Network) -> Result<(), HttpError> {
     let asked = [
-        (network.allow_public_traffic == Some(false), "allowPublicTraffic"),
         (network.egress_proxy.as_ref().is_some_and(|proxy| !proxy.is_null()), "egressProxy"),
-        (network.mask_request_host.is_some(), "maskRequestHost"),
         (network.dns_servers.as_ref().is_some_and(|list| !list.is_empty()), "dnsServers"),
         (network.https_ports.as_ref().is_some_and(|list| !list.is_empty()), "httpsPorts"),
     ];
@@ -223,8 +243,16 @@ pub(super) fn view(spec: &NetworkSpec) -> (bool, Option<NetworkView>) {
         let rules = policy.rules.iter().filter(|rule| rule.action == action);
         rules.flat_map(|rule| rule.names.iter().chain(&rule.cidrs)).cloned().collect()
     };
-    let view = NetworkView { allow_out: entries(Action::Allow), deny_out: entries(Action::Deny) };
-    let is_plain = view.allow_out.is_empty() && view.deny_out.is_empty();
+    let view = NetworkView {
+        allow_out: entries(Action::Allow),
+        deny_out: entries(Action::Deny),
+        allow_public_traffic: (spec.previews == Previews::Token).then_some(false),
+        mask_request_host: spec.mask_request_host.clone(),
+    };
+    let is_plain = view.allow_out.is_empty()
+        && view.deny_out.is_empty()
+        && view.allow_public_traffic.is_none()
+        && view.mask_request_host.is_none();
     (policy.default != DefaultAction::Deny || !view.deny_out.is_empty(), (!is_plain).then_some(view))
 }
 
@@ -242,10 +270,15 @@ pub(super) async fn update(
     let Update { allow_internet_access, network } = parse(&body)?;
     let network: Network = serde_json::from_value(Value::Object(network.into_iter().collect()))
         .map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))?;
+    if network.allow_public_traffic.is_some() || network.mask_request_host.is_some() {
+        let message = "allowPublicTraffic and maskRequestHost are set when the sandbox is made and cannot be changed";
+        return Err(HttpError::bad_request(message));
+    }
     let spec = spec(Some(allow_internet_access.unwrap_or(true)), Some(network))?.unwrap_or_default();
-    // Secrets that the native API gave it are no part of what E2B can say.
-    let secrets = state.service.network(&who, &id).await?.spec.secrets;
-    state.service.set_network(&who, &id, NetworkSpec { secrets, ..spec }).await?;
+    // No part of what an update can say: who may come in, and secrets that the native API gave it.
+    let NetworkSpec { secrets, previews, mask_request_host, .. } = state.service.network(&who, &id).await?.spec;
+    let spec = NetworkSpec { secrets, previews, mask_request_host, ..spec };
+    state.service.set_network(&who, &id, spec).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -275,12 +308,25 @@ mod tests {
         let refused = |json: &str| read(None, json).expect_err(json);
         assert_eq!(refused(r#"{"denyOut":["a.example"]}"#), "invalid denied CIDR a.example");
         assert!(refused(r#"{"allowOut":["a.example"]}"#).contains("0.0.0.0/0 in denyOut"));
+        assert_eq!(refused(r#"{"maskRequestHost":"a b"}"#), "mask request host is not valid: a b");
+        assert!(refused(r#"{"dnsServers":["8.8.8.8"]}"#).contains("network.dnsServers"));
         assert!(refused(r#"{"egressProxy":{"address":"x"}}"#).contains("network.egressProxy"));
         assert!(
             refused(r#"{"rules":{"a.example":[{"transform":{"headers":{"x":"${e2b.identity.tokens.t}"}}}]}}"#)
                 .contains("x")
         );
         assert!(serde_json::from_str::<Network>(r#"{"allow_list":[]}"#).is_err());
+    }
+
+    #[test]
+    fn who_comes_in_and_under_which_host_is_kept() {
+        let network = r#"{"allowPublicTraffic":false,"maskRequestHost":"localhost:${PORT}"}"#;
+        let network: Network = serde_json::from_str(network).expect("valid");
+        let spec = spec(None, Some(network)).expect("valid").expect("something is said");
+        assert_eq!((spec.previews, spec.mask_request_host.as_deref()), (Previews::Token, Some("localhost:${PORT}")));
+        let (internet, view) = view(&spec);
+        let view = serde_json::to_value(view.expect("not plain")).expect("JSON");
+        assert!(internet && view["allowPublicTraffic"] == false && view["maskRequestHost"] == "localhost:${PORT}");
     }
 
     #[test]

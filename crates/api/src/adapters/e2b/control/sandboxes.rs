@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use stockade_model::{OnTimeout, Sandbox, SandboxId};
-use stockade_service::{CreateSandbox, PauseMode, Principal};
+use stockade_service::{CreateSandbox, PauseMode, Previews, Principal};
 
 use super::{
     super::{
@@ -96,6 +96,10 @@ impl NewSandbox {
         if metadata.contains_key(OPEN_LABEL) {
             return Err(HttpError::bad_request(format!("metadata key '{OPEN_LABEL}' is reserved")));
         }
+        let closed = self.network.as_ref().is_some_and(network::Network::is_closed);
+        if closed && !secured {
+            return Err(HttpError::bad_request("allowPublicTraffic false needs a secured sandbox: set secure to true"));
+        }
         if !secured {
             metadata.insert(OPEN_LABEL.to_owned(), "true".to_owned());
         }
@@ -161,17 +165,19 @@ pub(super) struct SandboxReply {
 }
 
 impl SandboxReply {
-    pub(super) fn of(sandbox: &Sandbox) -> Self {
-        Self {
+    pub(super) async fn of(state: &AppState, sandbox: &Sandbox) -> Result<Self, HttpError> {
+        let closed = state.service.ingress(&sandbox.id).await?.previews == Previews::Token;
+        let traffic_token = || state.service.traffic_token(&sandbox.id).expose().to_owned();
+        Ok(Self {
             template_id: sandbox.template.to_string(),
             sandbox_id: sandbox.id.to_string(),
             client_id: CLIENT_ID,
             alias: sandbox.template_name.clone(),
             envd_version: ENVD_VERSION,
             envd_access_token: token(sandbox),
-            traffic_access_token: None,
+            traffic_access_token: closed.then(traffic_token),
             domain: None,
-        }
+        })
     }
 }
 
@@ -279,7 +285,7 @@ async fn create(
     request: CreateSandbox,
 ) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
     let sandbox = state.service.create(who, request).await?;
-    Ok((StatusCode::CREATED, Json(SandboxReply::of(&sandbox))))
+    Ok((StatusCode::CREATED, Json(SandboxReply::of(state, &sandbox).await?)))
 }
 
 /// A sandbox that still lives.
