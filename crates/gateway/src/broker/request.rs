@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use http::{HeaderMap, HeaderName, HeaderValue, Uri, header, request};
 use stockade_model::Secret;
+use zeroize::Zeroizing;
 
 use super::{Piece, SecretError, SecretProvider, SecretRequest, Template};
 use crate::policy::{CompiledPolicy, CompiledSubstitution, HttpDecision, OtherHost, Scheme};
@@ -49,13 +50,16 @@ pub(crate) enum Refused {
     Secret(SecretError),
 }
 
+/// What an answer shows instead of a text.
+type Masks = Vec<(String, Secret)>;
+
 /// What was put into a request.
 #[derive(Debug, Default)]
 pub(crate) struct Sent {
     /// Names of the secrets.
     pub(crate) secrets: Vec<String>,
     /// Tokens and values to look for in the answer.
-    pub(crate) masks: Vec<(String, Secret)>,
+    pub(crate) masks: Masks,
     /// Tokens, names and values for the body.
     pub(crate) body: Vec<(String, String, Secret)>,
 }
@@ -123,10 +127,13 @@ impl Substituter<'_> {
                 continue;
             }
             let value = self.value(&one.secret, values).await?;
+            let mut masks = vec![(one.placeholder.clone(), value.clone())];
             if in_head {
-                replace_in_headers(one, &value, &mut head.headers).map_err(|()| self.unusable(&one.secret))?;
+                let credentials = replace_in_headers(one, &value, &mut head.headers);
+                masks.extend(credentials.map_err(|()| self.unusable(&one.secret))?);
                 if one.places.query {
-                    replace_in_query(one, &value, &mut head.uri).map_err(|()| self.unusable(&one.secret))?;
+                    let escaped = replace_in_query(one, &value, &mut head.uri);
+                    masks.extend(escaped.map_err(|()| self.unusable(&one.secret))?);
                 }
                 sent.secrets.push(one.secret.clone());
             }
@@ -134,7 +141,7 @@ impl Substituter<'_> {
                 sent.body.push((one.placeholder.clone(), one.secret.clone(), value.clone()));
             }
             if one.mask_echo {
-                sent.masks.push((one.placeholder.clone(), value));
+                sent.masks.append(&mut masks);
             }
         }
         Ok(())
@@ -146,7 +153,7 @@ impl Substituter<'_> {
         sent: &mut Sent,
         values: &mut BTreeMap<String, Secret>,
     ) -> Result<HeaderValue, Refused> {
-        let mut text = zeroize::Zeroizing::new(String::new());
+        let mut text = Zeroizing::new(String::new());
         let mut last = "";
         for piece in &template.0 {
             match piece {
@@ -225,7 +232,9 @@ fn replaceable(one: &CompiledSubstitution, head: &request::Parts) -> bool {
         || one.places.query && head.uri.query().is_some_and(|query| contains(query.as_bytes(), token))
 }
 
-fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut HeaderMap) -> Result<(), ()> {
+/// Returns what else to look for in the answer: credentials in base64, as the guest wrote them and as they were sent.
+fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut HeaderMap) -> Result<Masks, ()> {
+    let mut masks = Masks::new();
     let token = one.placeholder.as_str();
     for (name, value) in headers.iter_mut() {
         if !header_is_open(one, name) {
@@ -234,25 +243,31 @@ fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut
         let changed = if one.places.headers && contains(value.as_bytes(), token) {
             value.to_str().map_err(drop)?.replace(token, secret.expose())
         } else if let Some(decoded) = basic(name, value).filter(|bytes| one.places.basic && contains(bytes, token)) {
-            let text = String::from_utf8(decoded).map_err(drop)?;
-            format!("Basic {}", STANDARD.encode(text.replace(token, secret.expose())))
+            let written = STANDARD.encode(&decoded);
+            let text = Zeroizing::new(String::from_utf8(decoded).map_err(drop)?.replace(token, secret.expose()));
+            let encoded = Zeroizing::new(STANDARD.encode(text.as_bytes()));
+            masks.push((written, Secret::new(encoded.as_str())));
+            format!("Basic {}", *encoded)
         } else {
             continue;
         };
-        let changed = zeroize::Zeroizing::new(changed);
+        let changed = Zeroizing::new(changed);
         *value = HeaderValue::from_str(&changed).map_err(drop)?;
         value.set_sensitive(true);
     }
-    Ok(())
+    Ok(masks)
 }
 
-fn replace_in_query(one: &CompiledSubstitution, secret: &Secret, uri: &mut Uri) -> Result<(), ()> {
-    let Some(query) = uri.query().filter(|query| contains(query.as_bytes(), &one.placeholder)) else { return Ok(()) };
+/// Returns what else to look for in the answer: the value as it is escaped.
+fn replace_in_query(one: &CompiledSubstitution, secret: &Secret, uri: &mut Uri) -> Result<Masks, ()> {
+    let Some(query) = uri.query().filter(|query| contains(query.as_bytes(), &one.placeholder)) else {
+        return Ok(Masks::new());
+    };
     let escaped =
         percent_encoding::utf8_percent_encode(secret.expose(), percent_encoding::NON_ALPHANUMERIC).to_string();
     let changed = format!("{}?{}", uri.path(), query.replace(&one.placeholder, &escaped));
     let mut parts = std::mem::take(uri).into_parts();
     parts.path_and_query = Some(changed.parse().map_err(drop)?);
     *uri = Uri::from_parts(parts).map_err(drop)?;
-    Ok(())
+    Ok(vec![(one.placeholder.clone(), Secret::new(escaped))])
 }

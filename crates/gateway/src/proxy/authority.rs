@@ -120,7 +120,7 @@ impl CertificateAuthority {
         Ok(config)
     }
 
-    fn issue(&self, name: &str) -> Result<ServerConfig, AuthorityError> {
+    fn leaf(&self, name: &str) -> Result<rcgen::Certificate, AuthorityError> {
         let mut params = CertificateParams::new(vec![name.to_owned()])?;
         let mut subject = DistinguishedName::new();
         // A common name takes 64 characters at most; clients read the alternative name.
@@ -132,7 +132,11 @@ impl CertificateAuthority {
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         params.use_authority_key_identifier_extension = true;
         set_validity(&mut params, LEAF_DAYS)?;
-        let leaf = params.signed_by(&self.leaf_key, &self.issuer)?;
+        Ok(params.signed_by(&self.leaf_key, &self.issuer)?)
+    }
+
+    fn issue(&self, name: &str) -> Result<ServerConfig, AuthorityError> {
+        let leaf = self.leaf(name)?;
         let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.leaf_key.serialize_der()));
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut config = ServerConfig::builder_with_provider(provider)
@@ -158,6 +162,24 @@ fn set_validity(params: &mut CertificateParams, days: i64) -> Result<(), Authori
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_authority_signs_hosts_alone_and_for_a_month() {
+        let (certificate, key) = CertificateAuthority::generate("Stockade Test CA").expect("made");
+        let authority = CertificateAuthority::from_pem(&certificate, &key).expect("read");
+        let (_, own) = x509_parser::parse_x509_certificate(&authority.certificate).expect("a certificate");
+        let constraints = own.basic_constraints().expect("readable").expect("there").value;
+        assert!(constraints.ca && constraints.path_len_constraint == Some(0), "nobody signs in its name");
+        let leaf = authority.leaf("api.example").expect("signed");
+        let (_, leaf) = x509_parser::parse_x509_certificate(leaf.der()).expect("a certificate");
+        assert!(!leaf.is_ca());
+        let names = leaf.subject_alternative_name().expect("readable").expect("there").value;
+        assert_eq!(names.general_names, [x509_parser::extensions::GeneralName::DNSName("api.example")]);
+        let day = 24 * 3600;
+        let (from, to) = (leaf.validity().not_before.timestamp(), leaf.validity().not_after.timestamp());
+        let now = jiff::Timestamp::now().as_second();
+        assert!(from <= now - day + day / 2 && to > now + 28 * day && to - from <= 33 * day, "{from} {now} {to}");
+    }
 
     #[test]
     fn the_subjects_checksum_is_the_one_openssl_computes() {

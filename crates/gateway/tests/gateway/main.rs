@@ -1,6 +1,7 @@
 //! The gateway with guests that are no machines and servers on loopback.
 #![allow(missing_docs, unreachable_pub, clippy::unwrap_used, reason = "tests")]
 
+mod attacks;
 mod fetch;
 mod flows;
 mod guest;
