@@ -1,6 +1,7 @@
 //! `stockade bench`: measures this host with throwaway servers of its own.
 //!
 //! ```text
+//! no server                  the network, direct and through a gateway, from a network namespace
 //! server with the pool off   restore -> first output, in turn with the bare emulator's restore
 //!                            command and file round trips, transfers, memory of idle sandboxes
 //!                            snapshots, forks, pauses and resumes, beside the bare emulator's own halts
@@ -23,6 +24,7 @@ use crate::{
 mod bare;
 mod lifecycle;
 mod measure;
+mod network;
 mod report;
 mod rounds;
 mod server;
@@ -51,7 +53,8 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         Accel::Tcg => "tcg",
     };
     let n = args.n.max(1);
-    let mut measures = Vec::new();
+    // First: it needs no server, and nothing else should run beside it.
+    let mut measures = network::measure(ui).await?;
     ui.note("starting a server without a pool (the first time this builds the base template)");
     let server = Throwaway::start(&cache_dir, accel, 0).await?;
     let host = Host::look(&server).await?;

@@ -286,7 +286,7 @@ async fn five_hundred_flows_are_open_at_once_and_all_work() {
     let (guest, attachment) = world.attach(raw("db.example"));
     let address = guest.resolve("db.example").await.unwrap();
     let mut open = Vec::new();
-    // The test's own stack looks at all its sockets for each packet; `examples/throughput.rs` opens 2,000 from a kernel.
+    // The test's own stack looks at all its sockets for each packet; `stockade bench` opens 2,000 from a kernel.
     for _ in 0..20 {
         let batch = (0..25).map(|_| guest.connect(address, 5432));
         open.extend(futures::future::try_join_all(batch).await.unwrap());
