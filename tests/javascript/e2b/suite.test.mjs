@@ -106,7 +106,7 @@ test("a killed sandbox is gone for every call", async () => {
 });
 
 test("what is not supported says so", async () => {
-  await assert.rejects(Sandbox.create({ network: { maskRequestHost: "localhost" } }), /maskRequestHost is not supported/);
+  await assert.rejects(Sandbox.create({ network: { egressProxy: { address: "proxy.example:1080" } } }), /egressProxy is not supported/);
 });
 
 test("a paused sandbox comes back as it was", async () => {

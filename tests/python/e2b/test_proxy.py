@@ -72,6 +72,17 @@ def test_a_server_in_the_guest_is_reached_even_while_it_starts(served, edge):
     assert answer.headers["x-mine"] == "yes"
 
 
+def test_without_public_traffic_a_port_takes_the_token_and_its_server_sees_the_masked_host(make, edge):
+    box = make(network={"allow_public_traffic": False, "mask_request_host": "localhost:${PORT}"})
+    box.files.write("/tmp/e2b-suite-server.py", SERVER)
+    box.commands.run("exec python3 /tmp/e2b-suite-server.py", background=True, timeout=0)
+    host, headers = box.get_host(PORT), {"e2b-traffic-access-token": box.traffic_access_token}
+    answer = eventually(lambda: (a := edge.request("GET", host, "/x", headers=headers)).status_code == 200 and a)
+    assert answer.text == f"/x|localhost:{PORT}"
+    assert edge.request("GET", host).status_code == 403
+    assert edge.request("GET", host, headers={"e2b-traffic-access-token": "wrong"}).status_code == 403
+
+
 def test_bodies_stream_in(served, edge):
     eventually(lambda: edge.request("GET", served).status_code == 200)
     data = bytes(range(256)) * 20_000

@@ -32,6 +32,20 @@ def test_what_a_sandbox_cannot_have_is_refused_at_create(edge):
         assert field in answer.json()["message"]
 
 
+def test_what_a_network_cannot_have_is_refused_at_create(edge):
+    import os
+
+    key = os.environ["E2B_API_KEY"]
+    for field, value in [
+        ("egressProxy", {"address": "proxy.example:1080"}),
+        ("dnsServers", ["8.8.8.8"]),
+        ("httpsPorts", [8443]),
+    ]:
+        answer = edge.api("POST", "/v2/sandboxes", key, json={"templateID": "base", "network": {field: value}})
+        assert answer.status_code == 400
+        assert f"network.{field} is not supported" in answer.json()["message"]
+
+
 def test_snapshots_of_one_sandbox_are_listed(box):
     snapshot = box.create_snapshot()
     assert snapshot.snapshot_id in [known.snapshot_id for known in box.list_snapshots().next_items()]
