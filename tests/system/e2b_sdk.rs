@@ -58,13 +58,13 @@ async fn javascript_suite_passes(generation: &str) {
     assert!(place.join("node_modules").exists(), "{} is missing: make test installs it", place.display());
     let server = TestServer::start().await;
     let source = source_directory().join("tests/javascript/e2b");
-    for file in ["suite.test.mjs", "localhost.cjs"] {
+    for file in ["suite.test.mjs", "cli.test.mjs", "localhost.cjs"] {
         std::fs::copy(source.join(file), place.join(file)).expect("the suite is copied");
     }
     let environment = server.e2b_environment();
     let ca_file = environment.iter().find(|(name, _)| name == "SSL_CERT_FILE").map(|(_, value)| value.clone());
     let output = Command::new("node")
-        .args(["--require", "./localhost.cjs", "--test", "suite.test.mjs"])
+        .args(["--require", "./localhost.cjs", "--test", "suite.test.mjs", "cli.test.mjs"])
         .current_dir(&place)
         .env("NODE_EXTRA_CA_CERTS", ca_file.expect("the server has a CA"))
         .envs(environment)

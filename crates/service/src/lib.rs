@@ -54,6 +54,7 @@ pub use network::{
 pub use service::Service;
 pub use stockade_engine::SnapshotScope;
 pub use stockade_gateway::{Stats as NetworkStats, policy};
+pub use stockade_store::SandboxEvent;
 pub use stockade_store::TemplateTag;
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 

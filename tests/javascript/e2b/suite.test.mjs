@@ -45,6 +45,7 @@ test("background, stdin, connect, list and kill", async () => {
   await assert.rejects(handle.wait(), (error) => error.exitCode === 3 && error.stdout === "hello\n");
   const other = await box.commands.run("sleep 1000", { background: true });
   assert.equal(await other.kill(), true);
+  await assert.rejects(other.wait());
   assert.equal(await box.commands.kill(other.pid), false);
 });
 

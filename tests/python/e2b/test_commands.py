@@ -157,6 +157,13 @@ def test_stdin_of_an_unknown_process_is_not_found(box):
         box.commands.send_stdin(4_000_000, "x")
 
 
+def test_stdin_of_an_ended_process_is_not_found(box):
+    handle = box.commands.run("true", background=True, stdin=True)
+    handle.wait()
+    with pytest.raises(NotFoundException):
+        box.commands.send_stdin(handle.pid, "late\n")
+
+
 def test_stdin_not_asked_for_is_refused(box):
     handle = box.commands.run("sleep 1000", background=True)
     try:

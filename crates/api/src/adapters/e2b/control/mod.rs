@@ -21,6 +21,7 @@ mod filter;
 mod later;
 mod lifecycle;
 mod list;
+mod logs;
 mod metrics;
 mod network;
 mod sandboxes;
@@ -45,8 +46,8 @@ pub(super) fn router(state: AppState) -> Router {
         .route("/sandboxes/{id}/fork", post(lifecycle::fork))
         .route("/sandboxes/{id}/snapshots", post(snapshots::create))
         .route("/sandboxes/{id}/network", put(network::update))
-        .route("/sandboxes/{id}/logs", get(later::logs))
-        .route("/v2/sandboxes/{id}/logs", get(later::logs))
+        .route("/sandboxes/{id}/logs", get(logs::first))
+        .route("/v2/sandboxes/{id}/logs", get(logs::second))
         .route("/snapshots", get(snapshots::list))
         .route("/templates", get(templates::list))
         .route("/templates/aliases/{alias}", get(templates::alias))

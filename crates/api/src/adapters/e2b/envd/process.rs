@@ -440,7 +440,22 @@ pub(super) async fn send_input(call: Unary<SendInputRequest>) -> Result<Reply<Do
 
 async fn write(caller: &Caller, selector: &Selector, input: bytes::Bytes, close: bool) -> Result<(), ConnectError> {
     let body = Box::pin(stream::once(std::future::ready(Ok(input))));
-    caller.guest.write_stdin(selector, body, close).await.map_err(|error| process_error(error, selector))
+    match caller.guest.write_stdin(selector, body, close).await {
+        Ok(()) => Ok(()),
+        Err(error) => Err(input_error(caller, selector, error).await),
+    }
+}
+
+/// E2B's server forgets a process with its end, and its clients expect to be told so. The agent remembers it for a
+/// while, and says that its input is closed.
+async fn input_error(caller: &Caller, selector: &Selector, error: EngineError) -> ConnectError {
+    let is_closed = matches!(&error, EngineError::Guest(body) if body.code == ErrorCode::StdinClosed);
+    match find(caller, selector).await {
+        Ok(found) if is_closed && found.as_ref().is_none_or(|process| process.exit.is_some()) => {
+            no_such_process(selector)
+        }
+        _ => process_error(error, selector),
+    }
 }
 
 #[derive(Deserialize)]
@@ -493,9 +508,10 @@ pub(super) async fn close_stdin(call: Unary<ProcessRequest>) -> Result<Reply<Don
         return Err(ConnectError::new(Code::FailedPrecondition, message));
     }
     let nothing = Box::pin(stream::empty());
-    let closed = call.caller.guest.write_stdin(&selector, nothing, true).await;
-    closed.map_err(|error| process_error(error, &selector))?;
-    Ok(Reply(Done {}))
+    match call.caller.guest.write_stdin(&selector, nothing, true).await {
+        Ok(()) => Ok(Reply(Done {})),
+        Err(error) => Err(input_error(&call.caller, &selector, error).await),
+    }
 }
 
 #[derive(Deserialize)]
