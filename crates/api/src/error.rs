@@ -4,7 +4,7 @@
 //! What a caller may not see is 404; what is wrong with a credential is 401; a state in the way is
 //! 409; 429 and 503 carry `Retry-After`. Paths and processes of the host stay in the log.
 
-use std::{borrow::Cow, error::Error, fmt, time::Duration};
+use std::{borrow::Cow, error::Error, fmt, sync::Arc, time::Duration};
 
 use axum::{
     Json,
@@ -13,7 +13,8 @@ use axum::{
 };
 use serde::Serialize;
 use stockade_engine::EngineError;
-use stockade_service::{ServiceError, StateOf};
+use stockade_model::SandboxId;
+use stockade_service::{Service, ServiceError, StateOf};
 use stockade_wire::ErrorCode;
 
 /// An error on its way to a caller.
@@ -30,7 +31,13 @@ pub struct ApiError {
     /// When to try again.
     pub retry_after: Option<Duration>,
     cause: Option<Box<dyn Error + Send + Sync>>,
+    /// The guest was lost in the middle of something: the sandbox's record may know why.
+    is_lost_guest: bool,
 }
+
+/// In the extensions of an answer whose error may be told better, and is not logged yet.
+#[derive(Clone, Debug)]
+pub(crate) struct LostGuest(pub(crate) Arc<ApiError>);
 
 /// The body of every answer that is not a success.
 #[derive(Debug, Serialize, utoipa::ToSchema)]
@@ -55,7 +62,7 @@ impl ApiError {
     /// An error without a cause behind it.
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         let (code, message) = (Cow::Borrowed(code), message.into());
-        Self { status, code, message, hint: Cow::Borrowed(""), retry_after: None, cause: None }
+        Self { status, code, message, hint: Cow::Borrowed(""), retry_after: None, cause: None, is_lost_guest: false }
     }
 
     /// The request makes no sense: 400 `invalid_argument`.
@@ -82,6 +89,22 @@ impl ApiError {
     pub fn caused_by(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         self.cause = Some(cause.into());
         self
+    }
+
+    fn lost_guest(mut self) -> Self {
+        self.is_lost_guest = true;
+        self
+    }
+
+    /// That the sandbox has ended, where that is why its guest was lost.
+    pub(crate) async fn explained(&mut self, service: &Service, id: &SandboxId) {
+        if !self.is_lost_guest {
+            return;
+        }
+        match service.end_of(id).await {
+            Some(ended) => *self = ended.into(),
+            None => self.is_lost_guest = false,
+        }
     }
 
     /// The error as the body of an answer or the last line of a stream.
@@ -127,7 +150,6 @@ impl fmt::Display for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        self.log();
         let mut response = (self.status, Json(self.envelope())).into_response();
         if let Some(wait) = self.retry_after {
             // Whole seconds, rounded up: a client that waits too short asks in vain.
@@ -136,6 +158,11 @@ impl IntoResponse for ApiError {
         }
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        if self.is_lost_guest {
+            response.extensions_mut().insert(LostGuest(Arc::new(self)));
+        } else {
+            self.log();
         }
         response
     }
@@ -160,13 +187,8 @@ impl From<ServiceError> for ApiError {
             ServiceError::SnapshotInUse { .. } => Self::new(StatusCode::CONFLICT, "snapshot_in_use", message),
             ServiceError::SandboxNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", message)
                 .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),
-            ServiceError::SandboxEnded { ref id, ref ending } => {
-                let cause = serde_json::to_value(&ending.cause).ok();
-                let kind = cause.as_ref().and_then(|cause| cause["kind"].as_str()).unwrap_or("unknown");
-                let at = ending.at.strftime("%Y-%m-%dT%H:%M:%S%.3fZ");
-                Self::new(StatusCode::CONFLICT, "sandbox_ended", format!("sandbox {id} has ended at {at}: {kind}"))
-                    .hint("its record tells more; create a new sandbox")
-            }
+            ServiceError::SandboxEnded { .. } => Self::new(StatusCode::CONFLICT, "sandbox_ended", message)
+                .hint("its record tells more; create a new sandbox"),
             ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, "wrong_state", message),
             ServiceError::Invalid { .. } => Self::invalid(message),
             ServiceError::IdempotencyConflict => Self::new(StatusCode::CONFLICT, "idempotency_conflict", message)
@@ -206,7 +228,8 @@ impl From<EngineError> for ApiError {
                 .hint("the guest may be overloaded; try again, or create a new sandbox"),
             EngineError::Gone { .. } => Self::new(StatusCode::CONFLICT, "sandbox_ended", "the sandbox has ended")
                 .hint("its record tells why; create a new sandbox")
-                .caused_by(error),
+                .caused_by(error)
+                .lost_guest(),
             EngineError::Emulator { step, .. } => internal("emulator_failed", format!("the emulator failed at {step}"))
                 .hint("the server's log has its words; `stockade doctor` checks the host")
                 .caused_by(error),
@@ -222,7 +245,10 @@ impl From<EngineError> for ApiError {
                 } else {
                     "the request did not reach the guest: it is safe to repeat"
                 };
-                Self::new(StatusCode::BAD_GATEWAY, "guest_link_broken", message).hint(hint).caused_by(error)
+                Self::new(StatusCode::BAD_GATEWAY, "guest_link_broken", message)
+                    .hint(hint)
+                    .caused_by(error)
+                    .lost_guest()
             }
         }
     }
@@ -262,6 +288,9 @@ fn guest_error(code: ErrorCode, message: String) -> ApiError {
     match code {
         ErrorCode::OutOfMemory | ErrorCode::LimitReached => error.retry_after(Duration::from_secs(1)),
         ErrorCode::NoSpace => error.hint("the sandbox's disk is full: remove files in it"),
+        ErrorCode::TooLarge => {
+            error.hint("ask for fewer levels at a time, or run `find`, `rm` or the like in the sandbox")
+        }
         ErrorCode::TooLong => error.hint("send long data as a file or through stdin"),
         _ => error,
     }
@@ -314,6 +343,16 @@ mod tests {
         assert_eq!(status, 507);
         assert_eq!(json["error"]["code"], "no_space");
         assert_eq!(json["error"]["message"], "/data/x: no space left");
+    }
+
+    #[tokio::test]
+    async fn what_is_too_large_stays_so_however_long_one_waits() {
+        let error = |code| EngineError::Guest(ErrorBody::new(code, "more than 50000 entries in '/data'"));
+        let (status, headers, json) = body(error(ErrorCode::TooLarge).into()).await;
+        assert_eq!((status.as_u16(), &json["error"]["code"]), (413, &"too_large".into()));
+        assert!(!headers.contains_key("retry-after") && json["error"]["hint"] != "", "{json}");
+        let (status, headers, _) = body(error(ErrorCode::LimitReached).into()).await;
+        assert!(status == 429 && headers.contains_key("retry-after"));
     }
 
     #[tokio::test]

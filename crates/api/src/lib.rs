@@ -27,7 +27,7 @@ mod tls;
 pub use error::ApiError;
 pub use hosts::SandboxHost;
 pub use openapi::document;
-pub use server::{Lifecycle, Peer, ServeConfig, ServeError, Server, serve};
+pub use server::{Lifecycle, Peer, ServeConfig, ServeError, Server, check_base_domain, serve};
 pub use tls::{Tls, TlsError};
 
 /// What every router holds.

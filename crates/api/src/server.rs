@@ -112,15 +112,24 @@ pub struct Peer {
     pub is_secure: bool,
 }
 
+/// A base domain as it is compared: in lower case, without the last dot.
+///
+/// # Errors
+/// It is none.
+pub fn check_base_domain(text: &str) -> Result<String, ServeError> {
+    let base_domain = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
+    if !hosts::is_host_name(&base_domain) || hosts::is_address(&base_domain) {
+        return Err(ServeError::BaseDomain(text.to_owned()));
+    }
+    Ok(base_domain)
+}
+
 /// Starts to serve; returns as soon as connections are taken.
 ///
 /// # Errors
 /// The base domain is none, or the certificate cannot be read or made.
 pub fn serve(config: ServeConfig, service: Service) -> Result<Server, ServeError> {
-    let base_domain = config.base_domain.strip_suffix('.').unwrap_or(&config.base_domain).to_ascii_lowercase();
-    if !hosts::is_host_name(&base_domain) || hosts::is_address(&base_domain) {
-        return Err(ServeError::BaseDomain(config.base_domain));
-    }
+    let base_domain = check_base_domain(&config.base_domain)?;
     let lifecycle = Lifecycle::default();
     let state = AppState { service, base_domain: base_domain.as_str().into(), lifecycle: lifecycle.clone() };
     let front = Arc::new(Front::new(&state));

@@ -54,6 +54,19 @@ pub enum Tls {
     },
 }
 
+impl Tls {
+    /// Whether what is there can be used for a base domain; makes nothing.
+    ///
+    /// # Errors
+    /// A file cannot be read, or not be used.
+    pub fn check(&self, base_domain: &str) -> Result<(), TlsError> {
+        match self {
+            Self::OwnCa { directory } => load_own_ca(directory, base_domain).map(drop),
+            Self::Files { certificate, key } => load_files(certificate, key).map(drop),
+        }
+    }
+}
+
 /// Why there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
@@ -175,12 +188,22 @@ fn load_files(certificate: &Path, key: &Path) -> Result<(Arc<CertifiedKey>, Syst
 }
 
 fn load_or_make_ca(directory: &Path, base_domain: &str) -> Result<(Issuer<'static, KeyPair>, PathBuf), TlsError> {
-    let (pem_path, key_path) = (directory.join("ca.pem"), directory.join("ca.key"));
-    match read_if_there(&pem_path)? {
-        Some(pem) => Ok((load_ca(&pem, &pem_path, &key_path, base_domain)?, pem_path)),
+    let (pem_path, key_path) = ca_files(directory);
+    match load_own_ca(directory, base_domain)? {
+        Some(ca) => Ok((ca, pem_path)),
         // A key alone is what a crash between the two writes leaves: nobody trusts it yet.
         None => Ok((make_ca(directory, &pem_path, &key_path, base_domain)?, pem_path)),
     }
+}
+
+fn ca_files(directory: &Path) -> (PathBuf, PathBuf) {
+    (directory.join("ca.pem"), directory.join("ca.key"))
+}
+
+fn load_own_ca(directory: &Path, base_domain: &str) -> Result<Option<Issuer<'static, KeyPair>>, TlsError> {
+    let (pem_path, key_path) = ca_files(directory);
+    let pem = read_if_there(&pem_path)?;
+    pem.map(|pem| load_ca(&pem, &pem_path, &key_path, base_domain)).transpose()
 }
 
 fn load_ca(pem: &str, pem_path: &Path, key_path: &Path, base: &str) -> Result<Issuer<'static, KeyPair>, TlsError> {

@@ -167,6 +167,23 @@ pub enum EndCause {
     },
 }
 
+impl EndCause {
+    /// Its word, the same as in JSON.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::Killed { .. } => "killed",
+            Self::Expired => "expired",
+            Self::GuestEnded => "guest_ended",
+            Self::OutOfMemory => "out_of_memory",
+            Self::Crashed => "crashed",
+            Self::HostLost => "host_lost",
+            Self::CreateFailed => "create_failed",
+            Self::Idle => "idle",
+            Self::Promoted { .. } => "promoted",
+        }
+    }
+}
+
 /// Where a paused sandbox is kept, its memory included.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]

@@ -61,6 +61,8 @@ impl Owner {
             self.core.meter.end(&self.sandbox.id, ending.at);
             self.core.store().begin_end(&self.sandbox.id, ending).await.map_err(store_error)?;
             self.sandbox.state = SandboxState::Killing;
+            // Whoever loses the guest now asks why.
+            self.sandbox.ending = Some(ending.clone());
             self.show(None);
         }
         if let Some(machine) = machine {

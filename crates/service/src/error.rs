@@ -38,7 +38,7 @@ pub enum ServiceError {
         id: String,
     },
     /// The sandbox has ended; when and why is known.
-    #[error("sandbox {id} has ended at {}: {:?}", ending.at, ending.cause)]
+    #[error("sandbox {id} has ended at {}: {}", ending.at.strftime("%Y-%m-%dT%H:%M:%S%.3fZ"), ending.cause.as_str())]
     SandboxEnded {
         /// Which.
         id: SandboxId,

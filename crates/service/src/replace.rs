@@ -161,7 +161,8 @@ impl Owner {
         match self.attend(&CancellationToken::new(), outcome).await {
             (Ok(ending), killed) => {
                 if let Some((_, killer)) = killed {
-                    killer.send(Err(ServiceError::SandboxNotFound { id: self.sandbox.id.to_string() })).ok();
+                    let (id, ending) = (self.sandbox.id.clone(), Box::new(ending.clone()));
+                    killer.send(Err(ServiceError::SandboxEnded { id, ending })).ok();
                 }
                 Place::Taken(ending)
             }

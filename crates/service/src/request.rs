@@ -45,8 +45,7 @@ pub(crate) fn check_lifetime(lifetime: Duration, longest: Duration) -> Result<()
 /// A lifetime that is not too long.
 pub(crate) fn check_longest(lifetime: Duration, longest: Duration) -> Result<(), ServiceError> {
     if lifetime > longest {
-        let (asked, longest) = (lifetime.as_secs_f64(), longest.as_secs_f64());
-        return invalid("lifetime", format!("of {asked} s is over this server's maximum of {longest} s"));
+        return invalid("lifetime", format!("is over this server's maximum of {} s", longest.as_secs_f64()));
     }
     Ok(())
 }

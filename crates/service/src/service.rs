@@ -223,20 +223,13 @@ impl Service {
         Ok(Page { items: page.items, cursor: page.cursor })
     }
 
-    /// Ends a sandbox; returns when nothing of it is left. One that has ended already is `NotFound`.
+    /// Ends a sandbox; returns when nothing of it is left.
     pub async fn kill(&self, who: &Principal, id: &SandboxId) -> Result<(), ServiceError> {
         self.end(who, id, EndCause::Killed { key: who.key.clone() }).await
     }
 
     pub(crate) async fn end(&self, who: &Principal, id: &SandboxId, cause: EndCause) -> Result<(), ServiceError> {
-        let Found::Live(live) = self.find(who, id).await? else { return Err(not_found(id)) };
-        match live.ask(|reply| Verb::Kill { cause, reply }).await {
-            Some(answer) => answer,
-            None => match self.find(who, id).await? {
-                Found::Ended(_) => Err(not_found(id)),
-                Found::Live(_) => Err(self.cut_off("kill")),
-            },
-        }
+        self.ask(who, id, |reply| Verb::Kill { cause, reply }).await
     }
 
     /// Sets the deadline to now + `lifetime` (zero: at once).
@@ -382,20 +375,33 @@ impl Service {
                     return Ok(guest.holding(hold));
                 }
                 Err(error @ EngineError::Gone { .. }) => {
-                    // Its owner is about to record why: that is the better answer.
-                    tokio::select! {
-                        () = live.ended() => {}
-                        () = live.replaced(&machine) => {}
-                        () = tokio::time::sleep(WAIT_FOR_END) => {}
-                    }
-                    return match self.store().sandbox_of_any_workspace(id).await.map_err(store_error)? {
-                        Some(sandbox) if sandbox.state.is_final() => Err(ended(sandbox)),
-                        _ => Err(error.into()),
-                    };
+                    return Err(self.end_of(id).await.unwrap_or_else(|| error.into()));
                 }
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// That a sandbox has ended, for whoever has just lost its guest in the middle of something; `None`: it has not,
+    /// as far as is known.
+    pub async fn end_of(&self, id: &SandboxId) -> Option<ServiceError> {
+        if let Some(live) = self.handle.core.registry.get(id) {
+            let machine = live.view.borrow().machine.clone();
+            if let Some(machine) = machine {
+                // Should it have ended by itself, its owner is about to record why.
+                tokio::select! {
+                    () = live.ended() => {}
+                    () = live.replaced(&machine) => {}
+                    () = tokio::time::sleep(WAIT_FOR_END) => {}
+                }
+            }
+            let sandbox = live.view.borrow().sandbox.clone();
+            if sandbox.ending.is_some() {
+                return Some(ended(sandbox));
+            }
+        }
+        let sandbox = self.store().sandbox_of_any_workspace(id).await.ok()??;
+        sandbox.state.is_final().then(|| ended(sandbox))
     }
 
     /// The machine, straight from the view while it runs; by way of the owner otherwise.

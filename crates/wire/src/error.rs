@@ -40,8 +40,10 @@ pub enum ErrorCode {
     NotATerminal,
     /// Nothing listens on the port.
     PortClosed,
-    /// Too many of something: processes kept, watches, streams.
+    /// Too many of something at the moment: processes kept, watches, open files.
     LimitReached,
+    /// What was asked about is more than one request may be about, now and later: entries of a list, levels of a tree.
+    TooLarge,
     /// Anything else the kernel said; the message carries its words.
     Internal,
 }
@@ -56,6 +58,7 @@ impl ErrorCode {
             Self::PermissionDenied => 403,
             Self::NotFound | Self::NoSuchProcess => 404,
             Self::AlreadyExists | Self::NotEmpty | Self::StdinClosed => 409,
+            Self::TooLarge => 413,
             Self::LimitReached => 429,
             Self::PortClosed => 502,
             Self::OutOfMemory => 503,

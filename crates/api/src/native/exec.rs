@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use stockade_wire::process::{Command, PtySize, StartRequest};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use super::{guest, stream};
+use super::{guest, sandbox_id, stream};
 use crate::{
     ApiError, AppState,
     auth::Caller,
@@ -207,7 +207,7 @@ async fn exec(
     let format = stream::Format::accepted(&headers);
     let start = request.into_start()?;
     let events = guest(&state, &caller, &id).await?.start(&start).await?;
-    Ok(stream::response(events, format, stream::Kind::Process, &state))
+    Ok(stream::response(events, format, stream::Kind::Process, &state, sandbox_id(&id)?))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use stockade_wire::files::{
 };
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use super::{download, exec::check_text, guest, show_unix_ms, stream, upload};
+use super::{download, exec::check_text, guest, sandbox_id, show_unix_ms, stream, upload};
 use crate::{
     ApiError, AppState,
     auth::Caller,
@@ -85,6 +85,17 @@ struct EntryList {
 /// Length and encoding are the guest's to judge; what cannot be a path at all is told here.
 fn check_path(name: &str, path: String) -> Result<String, ApiError> {
     check_text(name, path, usize::MAX)
+}
+
+/// The path of a file to be written: the kernel would make nothing of a directory's, and neither do we.
+fn file_path(path: String) -> Result<String, ApiError> {
+    let path = check_path("path", path)?;
+    if path.ends_with('/') || matches!(path.rsplit('/').next(), Some("." | "..")) {
+        let message = format!("path '{path}' names a directory, not a file");
+        return Err(ApiError::new(StatusCode::BAD_REQUEST, "is_a_directory", message)
+            .hint("name the file in it, or make the directory with POST /v1/sandboxes/{id}/files/mkdir"));
+    }
+    Ok(path)
 }
 
 fn check_user(user: Option<String>) -> Result<Option<String>, ApiError> {
@@ -169,7 +180,7 @@ async fn write(
     body: Body,
 ) -> Result<JsonBody<EntryView>, ApiError> {
     let request = WriteFile {
-        path: check_path("path", params.path)?,
+        path: file_path(params.path)?,
         user: check_user(params.user)?,
         atomic: params.atomic,
         mode: mode_bits(params.mode.as_deref())?,
@@ -429,7 +440,7 @@ async fn watch(
         entry: false,
     };
     let events = guest(&state, &caller, &id).await?.watch(&request).await?;
-    Ok(stream::response(events, stream::Format::accepted(&headers), stream::Kind::Watch, &state))
+    Ok(stream::response(events, stream::Format::accepted(&headers), stream::Kind::Watch, &state, sandbox_id(&id)?))
 }
 
 #[cfg(test)]

@@ -7,9 +7,9 @@ use std::sync::LazyLock;
 
 use axum::{
     Json, Router,
-    extract::State,
+    extract::{RawPathParams, Request, State, rejection::RawPathParamsRejection},
     http::{StatusCode, header},
-    middleware,
+    middleware::{self, Next},
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
@@ -17,7 +17,7 @@ use stockade_engine::GuestClient;
 use stockade_model::{Accelerator, IsolationClass, SandboxId};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use crate::{ApiError, AppState, auth, auth::Caller};
+use crate::{ApiError, AppState, auth, auth::Caller, error::LostGuest};
 
 mod builds;
 mod code;
@@ -76,8 +76,28 @@ pub(crate) fn router(state: AppState) -> Router {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "the route does not take this method")
                 .hint("the Allow header lists the methods it takes")
         })
+        .layer(middleware::from_fn_with_state(state.clone(), tell_the_end))
         .layer(middleware::from_fn_with_state(state.clone(), auth::require_key))
         .with_state(state)
+}
+
+/// Who loses the guest because its sandbox ends is told that, whatever was being done with it.
+async fn tell_the_end(
+    State(state): State<AppState>,
+    path: Result<RawPathParams, RawPathParamsRejection>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let response = next.run(request).await;
+    let Some(LostGuest(error)) = response.extensions().get() else { return response };
+    let id = path.iter().flatten().find(|(name, _)| *name == "id").and_then(|(_, id)| id.parse().ok());
+    if let Some(id) = id
+        && let Some(ended) = state.service.end_of(&id).await
+    {
+        return ApiError::from(ended).into_response();
+    }
+    error.log();
+    response
 }
 
 /// An id from the path. What is no id is no sandbox: the same answer as for one that is not there.

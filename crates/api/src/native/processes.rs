@@ -14,7 +14,7 @@ use utoipa_axum::{router::OpenApiRouter, routes};
 
 use super::{
     exec::Size,
-    guest, show_unix_ms,
+    guest, sandbox_id, show_unix_ms,
     stream::{self, ExitView},
     upload,
 };
@@ -129,7 +129,7 @@ async fn events(
 ) -> Result<Response, ApiError> {
     let process = selector(&process)?;
     let events = guest(&state, &caller, &id).await?.attach(&process, params.after).await?;
-    Ok(stream::response(events, stream::Format::accepted(&headers), stream::Kind::Process, &state))
+    Ok(stream::response(events, stream::Format::accepted(&headers), stream::Kind::Process, &state, sandbox_id(&id)?))
 }
 
 #[derive(Debug, Deserialize, utoipa::IntoParams)]

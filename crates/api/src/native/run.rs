@@ -19,7 +19,7 @@ use utoipa_axum::{router::OpenApiRouter, routes};
 
 use super::{
     exec::{ExecRequest, Size, timeout},
-    guest,
+    guest, sandbox_id,
     stream::{Kind, Pump, Step},
 };
 use crate::{
@@ -137,7 +137,7 @@ async fn run(
     let events = guest.start(&start).await?;
     let pid = events.started.as_ref().map(|started| started.pid);
     // Written while the output is read: a process that does both would else wait for us for ever.
-    let mut read = std::pin::pin!(collect(Pump::new(events, Kind::Process, &state)));
+    let mut read = std::pin::pin!(collect(Pump::new(events, Kind::Process, &state, sandbox_id(&id)?)));
     let (exit, stdout, stderr) = tokio::select! {
         done = read.as_mut() => done?,
         written = write_input(guest, pid, input) => {

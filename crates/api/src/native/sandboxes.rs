@@ -291,7 +291,8 @@ async fn create(
     Ok((StatusCode::CREATED, axum::Json(sandbox.into())))
 }
 
-/// List sandboxes, newest first. All conditions hold; without `state`: those that have not ended.
+/// List sandboxes, newest first. All conditions hold; without `state`: those that have not ended. A template that is
+/// not known and from which none of them was made is 404.
 #[utoipa::path(
     get,
     path = "/v1/sandboxes",
@@ -311,7 +312,12 @@ async fn list(
     caller: Caller,
     QueryPairs(pairs): QueryPairs,
 ) -> Result<axum::Json<SandboxPage>, ApiError> {
-    let page = state.service.list(&caller.0, &list_filter(pairs)?).await?;
+    let filter = list_filter(pairs)?;
+    let page = state.service.list(&caller.0, &filter).await?;
+    if let (true, Some(template)) = (page.items.is_empty(), &filter.template) {
+        // Nothing was made from what there never was: more likely a slip than a question.
+        state.service.template(&caller.0, template).await?;
+    }
     let items = page.items.into_iter().map(SandboxView::from).collect();
     Ok(axum::Json(SandboxPage { items, cursor: page.cursor }))
 }
@@ -357,7 +363,7 @@ async fn get(
     Ok(axum::Json(sandbox.into()))
 }
 
-/// End a sandbox. Answers when nothing of it is left; one that has ended already is 404.
+/// End a sandbox. Answers when nothing of it is left; one that has ended already is 409 `sandbox_ended`.
 #[utoipa::path(
     delete, path = "/v1/sandboxes/{id}", tag = "sandboxes", params(("id" = String, Path)),
     responses((status = 204))

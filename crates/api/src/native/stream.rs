@@ -16,6 +16,8 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use futures::{Stream, StreamExt as _};
 use serde::Serialize;
 use stockade_engine::{EngineError, guest::Events};
+use stockade_model::SandboxId;
+use stockade_service::Service;
 use stockade_wire::{
     event::{Event, EventCodec},
     files::FileChange,
@@ -156,11 +158,14 @@ pub(super) struct Pump {
     events: Pin<Box<dyn Stream<Item = Result<Event, EngineError>> + Send>>,
     kind: Kind,
     stopping: CancellationToken,
+    /// Whose record may know why it breaks.
+    sandbox: Option<(Service, SandboxId)>,
+    broken: Option<ApiError>,
     is_over: bool,
 }
 
 impl Pump {
-    pub(super) fn new(events: Events, kind: Kind, state: &AppState) -> Self {
+    pub(super) fn new(events: Events, kind: Kind, state: &AppState, sandbox: SandboxId) -> Self {
         Self {
             // The guest's client has taken a watch's first event: it stands when `watch` returns.
             first: match kind {
@@ -170,11 +175,13 @@ impl Pump {
             events: events.events,
             kind,
             stopping: state.lifecycle.stopping.clone(),
+            sandbox: Some((state.service.clone(), sandbox)),
+            broken: None,
             is_over: false,
         }
     }
 
-    /// The next step; `None` after an exit or a break.
+    /// The next step; `None` after an exit or a break. Cancel-safe.
     pub(super) async fn next(&mut self) -> Option<Step> {
         if self.is_over {
             return None;
@@ -182,24 +189,31 @@ impl Pump {
         if let Some(first) = self.first.take() {
             return Some(Step::Event(first));
         }
-        let step = tokio::select! {
-            biased;
-            event = self.events.next() => match event {
-                Some(Ok(event)) => Step::Event(event),
-                Some(Err(error)) => Step::Broken(error.into()),
-                None => Step::Broken(self.cut()),
-            },
-            () = self.stopping.cancelled() => Step::Broken(self.server_stops()),
-            () = tokio::time::sleep(KEEP_ALIVE) => Step::Event(Event::KeepAlive),
-        };
-        self.is_over = matches!(step, Step::Broken(_) | Step::Event(Event::Exit(_)));
-        Some(step)
+        if self.broken.is_none() {
+            self.broken = Some(tokio::select! {
+                biased;
+                event = self.events.next() => match event {
+                    Some(Ok(event)) => {
+                        self.is_over = matches!(event, Event::Exit(_));
+                        return Some(Step::Event(event));
+                    }
+                    Some(Err(error)) => error.into(),
+                    None => self.cut(),
+                },
+                () = self.stopping.cancelled() => self.server_stops(),
+                () = tokio::time::sleep(KEEP_ALIVE) => return Some(Step::Event(Event::KeepAlive)),
+            });
+        }
+        if let (Some(error), Some((service, id))) = (&mut self.broken, &self.sandbox) {
+            error.explained(service, id).await;
+        }
+        self.is_over = true;
+        self.broken.take().map(Step::Broken)
     }
 
     fn cut(&self) -> ApiError {
-        let error =
-            ApiError::new(StatusCode::BAD_GATEWAY, "guest_link_broken", "the stream from the guest ended early");
-        error.hint(self.next_step())
+        let source = "the stream from the guest ended early".into();
+        ApiError::from(EngineError::LinkBroken { started: true, source }).hint(self.next_step())
     }
 
     fn server_stops(&self) -> ApiError {
@@ -218,8 +232,8 @@ impl Pump {
 }
 
 /// A stream as a response.
-pub(super) fn response(events: Events, format: Format, kind: Kind, state: &AppState) -> Response {
-    let pump = Pump::new(events, kind, state);
+pub(super) fn response(events: Events, format: Format, kind: Kind, state: &AppState, sandbox: SandboxId) -> Response {
+    let pump = Pump::new(events, kind, state, sandbox);
     let pieces = futures::stream::unfold(pump, move |mut pump| async move {
         let step = pump.next().await?;
         Some((Ok::<_, Infallible>(encode(step, format)), pump))
@@ -276,6 +290,8 @@ mod tests {
             events: Box::pin(futures::stream::iter(items)),
             kind,
             stopping: CancellationToken::new(),
+            sandbox: None,
+            broken: None,
             is_over: false,
         };
         let mut text = Vec::new();
@@ -305,6 +321,8 @@ mod tests {
             events: Box::pin(futures::stream::pending()),
             kind: Kind::Process,
             stopping: stopping.clone(),
+            sandbox: None,
+            broken: None,
             is_over: false,
         };
         let begun = tokio::time::Instant::now();

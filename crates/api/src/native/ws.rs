@@ -35,6 +35,7 @@ use stockade_engine::{
     EngineError, GuestClient,
     guest::{Events, Selector},
 };
+use stockade_model::SandboxId;
 use stockade_wire::{ErrorCode, event::Event};
 use tokio::{
     sync::mpsc,
@@ -47,6 +48,7 @@ use super::{
     exec::{ExecRequest, Size},
     guest,
     processes::{AttachParams, SignalName, selector},
+    sandbox_id,
     stream::{Kind, Line, Pump, Step},
 };
 use crate::{
@@ -86,9 +88,13 @@ async fn exec(
 ) -> Result<Response, ApiError> {
     let upgrade = checked(upgrade)?;
     let guest = guest(&state, &caller, &id).await?;
+    let id = sandbox_id(&id)?;
     Ok(start(upgrade, state, async move |mut socket, state| match first_request(&mut socket, &guest).await {
-        Ok(events) => serve(socket, guest, events, &state).await,
-        Err(error) => refuse(socket, error).await,
+        Ok(events) => serve(socket, guest, events, &state, id).await,
+        Err(mut error) => {
+            error.explained(&state.service, &id).await;
+            refuse(socket, error).await;
+        }
     }))
 }
 
@@ -109,7 +115,8 @@ async fn attach(
     let process = selector(&process)?;
     let guest = guest(&state, &caller, &id).await?;
     let events = guest.attach(&process, params.after).await?;
-    Ok(start(upgrade, state, async move |socket, state| serve(socket, guest, events, &state).await))
+    let id = sandbox_id(&id)?;
+    Ok(start(upgrade, state, async move |socket, state| serve(socket, guest, events, &state, id).await))
 }
 
 pub(super) fn checked(upgrade: Upgrade) -> Result<WebSocketUpgrade, ApiError> {
@@ -181,12 +188,12 @@ enum Control {
 }
 
 /// Both directions until the process has ended, the client has gone, or the server stops.
-async fn serve(socket: WebSocket, guest: GuestClient, events: Events, state: &AppState) {
+async fn serve(socket: WebSocket, guest: GuestClient, events: Events, state: &AppState, id: SandboxId) {
     let Some(pid) = events.started.as_ref().map(|started| started.pid) else {
         let message = "the guest did not say which process it started";
         return refuse(socket, ApiError::new(StatusCode::BAD_GATEWAY, "guest_link_broken", message)).await;
     };
-    let pump = Pump::new(events, Kind::Process, state);
+    let pump = Pump::new(events, Kind::Process, state, id);
     let (sink, stream) = socket.split();
     let (replies, reply_queue) = mpsc::channel(4);
     let input = Input { guest, process: Selector::Pid(pid), replies };
@@ -332,10 +339,11 @@ async fn finish(writer: Option<Writer>) -> Result<(), ApiError> {
     }
 }
 
-/// What comes too late for a process that has just ended is no error: its exit is on the way.
+/// What comes too late for a process that has just ended is no error: its exit is on the way, or the end of all output.
 fn harmless(result: Result<(), EngineError>) -> Result<(), ApiError> {
     match result {
         Err(EngineError::Guest(error)) if error.code == ErrorCode::NoSuchProcess => Ok(()),
+        Err(EngineError::LinkBroken { .. } | EngineError::Gone { .. }) => Ok(()),
         other => Ok(other?),
     }
 }

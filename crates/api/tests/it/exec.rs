@@ -248,3 +248,35 @@ async fn a_machine_that_dies_gives_an_error_line_and_never_an_exit() {
     assert_eq!(rest.last().expect("a last line")["type"], "error", "{rest:?}");
     assert!(rest.iter().all(|line| line["type"] != "exit"), "{rest:?}");
 }
+
+#[tokio::test]
+async fn who_attends_a_sandbox_that_ends_is_told_when_and_why() {
+    let t = TestServer::start().await;
+    for by_itself in [false, true] {
+        let id = t.create().await;
+        let machine = t.host.machines().remove(0);
+        let mut lines = Lines::of(exec(&t, &id, &json!({"shell": "echo begun; exec sleep 600"}))).await;
+        while lines.next().await.expect("a line")["type"] != "stdout" {}
+        let started = t.host.guest_dir(&machine).join("started");
+        let waiting = json!({"shell": format!("touch {}; exec sleep 600", started.display())});
+        let run = t.run(&id, &waiting);
+        let end = async {
+            while !started.exists() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            if by_itself {
+                t.host.end(&machine, stockade_engine::MachineExit::OutOfMemory);
+            } else {
+                assert_eq!(t.delete(&format!("/v1/sandboxes/{id}")).await.status, 204);
+            }
+        };
+        let (run, ()) = within(futures::future::join(run, end)).await;
+        assert_eq!((run.status.as_u16(), run.code()), (409, "sandbox_ended"), "{run:?}");
+        let cause = if by_itself { "out_of_memory" } else { "killed" };
+        assert!(run.message().contains(&id) && run.message().ends_with(cause), "{run:?}");
+        let rest = lines.rest().await;
+        let last = rest.last().expect("an end");
+        assert_eq!((&last["type"], &last["error"]["code"]), (&json!("error"), &json!("sandbox_ended")), "{rest:?}");
+        assert_eq!(last["error"]["message"], run.json["error"]["message"]);
+    }
+}

@@ -228,3 +228,34 @@ async fn a_watch_says_when_it_stands_and_what_changes() {
     assert_eq!(seen[0], json!({"type": "watching"}));
     assert_eq!(seen[1], json!({"type": "change", "name": "new", "change": "create"}));
 }
+
+#[tokio::test]
+async fn a_path_that_ends_with_a_slash_is_no_file_to_write() {
+    let (t, place) = (TestServer::start().await, Place::new());
+    let id = t.create().await;
+    for path in [place.path("new/"), place.path("new//"), place.path("new/.")] {
+        let refused = put(&t, &id, &path, "", "x").await;
+        assert_eq!((refused.status.as_u16(), refused.code()), (400, "is_a_directory"), "{path}: {refused:?}");
+    }
+    assert!(!std::path::Path::new(&place.path("new")).exists());
+}
+
+#[tokio::test]
+async fn a_write_into_a_sandbox_that_ends_is_told_so() {
+    let (t, place) = (TestServer::start().await, Place::new());
+    let id = t.create().await;
+    let path = place.path("half");
+    let (pieces, queue) = tokio::sync::mpsc::channel::<std::io::Result<Vec<u8>>>(1);
+    let body = reqwest::Body::wrap_stream(tokio_stream::wrappers::ReceiverStream::new(queue));
+    let write = put(&t, &id, &path, "", body);
+    let end = async {
+        pieces.send(Ok(vec![0; 1 << 20])).await.expect("taken");
+        while !std::path::Path::new(&path).exists() {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        assert_eq!(t.delete(&format!("/v1/sandboxes/{id}")).await.status, 204);
+        drop(pieces);
+    };
+    let (written, ()) = within(futures::future::join(write, end)).await;
+    assert_eq!((written.status.as_u16(), written.code()), (409, "sandbox_ended"), "{written:?}");
+}

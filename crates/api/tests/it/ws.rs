@@ -153,3 +153,18 @@ async fn a_client_that_comes_back_attaches_to_the_same_process() {
     let said = again.said_to_the_end().await;
     assert_eq!((&said.streams[1][..], &said.texts.last().expect("exit")["code"]), (&b"two\n"[..], &json!(8)));
 }
+
+#[tokio::test]
+async fn a_terminal_in_a_sandbox_that_ends_is_told_so() {
+    let t = TestServer::start().await;
+    let id = t.create().await;
+    let request = json!({"argv": ["/bin/sh"], "pty": {"cols": 80, "rows": 24}, "env": {"PS1": "$ "}});
+    let mut socket = Socket::exec(&t, &id, &request).await;
+    let mut said = Said::default();
+    socket.until(&mut said, |said| !said.streams[3].is_empty()).await;
+    assert_eq!(t.delete(&format!("/v1/sandboxes/{id}")).await.status, 204);
+    let said = socket.said_to_the_end().await;
+    let last = said.texts.last().expect("an end");
+    assert_eq!((&last["type"], &last["error"]["code"]), (&json!("error"), &json!("sandbox_ended")), "{said:?}");
+    assert_eq!(said.close, Some(CloseCode::Policy));
+}

@@ -36,7 +36,7 @@ fn list(path: &str, depth: u32) -> Result<EntryList> {
     if !metadata.is_dir() {
         return Err(ErrorBody::new(ErrorCode::NotADirectory, format!("path '{path}' is not a directory")));
     }
-    let mut listing = Listing { names: Names::load(), entries: Vec::new(), cost: 0 };
+    let mut listing = Listing { root: path, names: Names::load(), entries: Vec::new(), cost: 0 };
     let names = names_in(root).map_err(failed(format_args!("list '{path}'")))?;
     // A stack of directories still to finish, each with its names in reverse: no recursion however deep
     // the tree is.
@@ -60,13 +60,14 @@ fn list(path: &str, depth: u32) -> Result<EntryList> {
     Ok(EntryList { entries: listing.entries })
 }
 
-struct Listing {
+struct Listing<'a> {
+    root: &'a str,
     names: Names,
     entries: Vec<EntryInfo>,
     cost: usize,
 }
 
-impl Listing {
+impl Listing<'_> {
     fn add(&mut self, entry: EntryInfo) -> Result<()> {
         let attributes: usize = entry.attributes.iter().map(|(key, value)| key.len() + value.len() + 6).sum();
         let links = entry.link_target.as_ref().map_or(0, String::len)
@@ -74,8 +75,8 @@ impl Listing {
         self.cost += ENTRY_COST + entry.name.len() + entry.path.len() + attributes + links;
         if self.entries.len() >= MAX_ENTRIES || self.cost > MAX_LIST_BYTES {
             return Err(ErrorBody::new(
-                ErrorCode::LimitReached,
-                format!("more than {} entries; list fewer levels at a time", self.entries.len()),
+                ErrorCode::TooLarge,
+                format!("more than {} entries in '{}'", self.entries.len(), self.root),
             ));
         }
         self.entries.push(entry);
@@ -94,4 +95,26 @@ fn names_in(directory: &Path) -> std::io::Result<Vec<OsString>> {
     }
     names.sort_unstable_by(|a, b| b.cmp(a));
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_answer_can_hold_is_refused_as_too_large() {
+        let place = tempfile::tempdir().expect("a directory");
+        let metadata = fs::symlink_metadata(place.path()).expect("metadata");
+        let mut listing = Listing { root: "/data", names: Names::load(), entries: Vec::new(), cost: 0 };
+        let entry = entry::entry(place.path(), &metadata, &listing.names);
+        listing.entries = vec![entry.clone(); MAX_ENTRIES - 1];
+        listing.add(entry.clone()).expect("the last one");
+        let refused = listing.add(entry.clone()).expect_err("one too many");
+        assert_eq!(
+            (refused.code, refused.message.as_str()),
+            (ErrorCode::TooLarge, "more than 50000 entries in '/data'")
+        );
+        let mut listing = Listing { entries: Vec::new(), cost: MAX_LIST_BYTES, ..listing };
+        assert_eq!(listing.add(entry).expect_err("too many bytes").code, ErrorCode::TooLarge);
+    }
 }

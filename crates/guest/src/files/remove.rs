@@ -38,7 +38,7 @@ pub(super) fn remove(path: &str, recursive: bool, missing_ok: bool) -> Result<()
     let name = c_name(name)?;
     remove_tree(parent, name).map_err(|errno| match errno {
         Errno::E2BIG => {
-            ErrorBody::new(ErrorCode::LimitReached, format!("'{path}' is more than {MAX_DEPTH} directories deep"))
+            ErrorBody::new(ErrorCode::TooLarge, format!("'{path}' is more than {MAX_DEPTH} directories deep"))
         }
         errno => to_error(errno),
     })

@@ -64,7 +64,7 @@ impl Tree {
         };
         tree.cover(PathBuf::new(), &mut |_| {}).map_err(|error| match error.raw_os_error() {
             Some(libc::ENOSPC) => {
-                ErrorBody::new(ErrorCode::LimitReached, format!("'{root}' holds too many directories to watch"))
+                ErrorBody::new(ErrorCode::TooLarge, format!("'{root}' holds too many directories to watch"))
             }
             _ => failed(format_args!("watch '{root}'"))(error),
         })?;

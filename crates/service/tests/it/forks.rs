@@ -252,7 +252,7 @@ async fn a_promoted_child_has_the_parents_id_and_its_own_files() {
         assert_eq!(promoted.machine, children[1].machine);
         assert_eq!(t.says(&parent.id, "cat file").await, "best\n");
         assert_eq!(t.cause(&children[1].id).await, EndCause::Promoted { into: parent.id.clone() });
-        assert!(matches!(t.kill(&children[1].id).await, Err(ServiceError::SandboxNotFound { .. })));
+        assert!(matches!(t.kill(&children[1].id).await, Err(ServiceError::SandboxEnded { .. })));
         eventually("the moment between is forgotten", || t.directories("snapshots").is_empty()).await;
         t.assert_nothing_stray().await;
         t.crash().await;

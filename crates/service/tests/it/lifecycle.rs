@@ -56,7 +56,7 @@ async fn the_second_kill_finds_nothing_and_the_record_stays() {
     let sandbox = t.create().await;
     t.kill(&sandbox.id).await.expect("killed");
     assert!(t.host.machines().is_empty(), "nothing is left when kill returns");
-    assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxNotFound { .. })));
+    assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxEnded { .. })));
     assert!(matches!(t.kill(&SandboxId::random()).await, Err(ServiceError::SandboxNotFound { .. })));
     let ending = t.get(&sandbox.id).await.ending.expect("ending");
     assert_eq!(ending.cause, EndCause::Killed { key: t.who.key.clone() });
@@ -90,7 +90,7 @@ async fn of_many_kills_at_once_one_succeeds() {
     let sandbox = t.create().await;
     let kills = futures::future::join_all((0..20).map(|_| t.kill(&sandbox.id))).await;
     assert_eq!(kills.iter().filter(|kill| kill.is_ok()).count(), 1);
-    assert!(kills.iter().all(|kill| matches!(kill, Ok(()) | Err(ServiceError::SandboxNotFound { .. }))), "{kills:?}");
+    assert!(kills.iter().all(|kill| matches!(kill, Ok(()) | Err(ServiceError::SandboxEnded { .. }))), "{kills:?}");
     t.assert_nothing_stray().await;
 }
 
@@ -116,7 +116,7 @@ async fn each_way_to_end_is_told_apart() {
         let ending = t.wait_for(&sandbox.id, SandboxState::Gone).await.ending.expect("ending");
         assert_eq!((ending.cause, ending.detail.as_str()), (cause, detail));
         crate::support::eventually("remains removed", || t.host.machines().is_empty()).await;
-        assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxNotFound { .. })));
+        assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxEnded { .. })));
     }
 }
 

@@ -75,7 +75,7 @@ async fn a_kill_cut_off_at_any_step_is_finished_with_its_cause() {
         assert_eq!(after.state, SandboxState::Gone);
         assert_eq!(after.ending.expect("ending").cause, EndCause::Killed { key: t.who.key.clone() });
         assert!(t.host.machines().is_empty());
-        assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxNotFound { .. })));
+        assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxEnded { .. })));
     }
 }
 

@@ -194,7 +194,7 @@ async fn what_is_paused_can_be_killed_and_nothing_is_left() {
         let sandbox = t.create().await;
         t.pause(&sandbox.id, mode).await;
         t.kill(&sandbox.id).await.expect("killed");
-        assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxNotFound { .. })));
+        assert!(matches!(t.kill(&sandbox.id).await, Err(ServiceError::SandboxEnded { .. })));
         assert!(t.host.machines().is_empty());
         t.assert_nothing_stray().await;
     }

@@ -68,6 +68,7 @@ fn connect_code(code: ErrorCode) -> Code {
         | ErrorCode::IsADirectory
         | ErrorCode::NotADirectory
         | ErrorCode::TooLong
+        | ErrorCode::TooLarge
         | ErrorCode::BadCwd
         | ErrorCode::CannotExecute
         | ErrorCode::UnknownSignal => Code::InvalidArgument,
