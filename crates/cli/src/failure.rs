@@ -8,7 +8,7 @@
 //!
 //! With `--json` it is the API's error object, `{"error":{"code","message","hint"}}`, on standard error.
 //!
-//! Exit codes: 0 success; 1 the command failed; 2 bad usage. `run`, `exec` and `shell` end with the
+//! Exit codes: 0 success; 1 the command failed; 2 bad usage. `run`, `exec`, `shell` and `attach` end with the
 //! command's own code, 128 + the signal that killed it, 124 when its time was up, 125 when Stockade itself
 //! failed, 126 when the command could not be executed, 127 when it was not found.
 
@@ -16,6 +16,8 @@ use std::fmt::Display;
 
 /// Exit code of commands whose exit code is their own.
 pub(crate) const FAILED: u8 = 1;
+/// Exit code of a command line that makes no sense.
+pub(crate) const BAD_USAGE: u8 = 2;
 /// Exit code of `run`, `exec` and `shell` when the command was killed because its time was up.
 pub(crate) const TIMED_OUT: u8 = 124;
 /// Exit code of `run`, `exec` and `shell` when Stockade failed and not the command.

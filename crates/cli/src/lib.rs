@@ -27,7 +27,10 @@ mod ui;
 
 /// Parses the command line, runs the command, returns its exit code.
 pub fn main() -> ExitCode {
-    let (arguments, json) = args::parse();
+    let (arguments, json) = match args::parse() {
+        Ok(parsed) => parsed,
+        Err(code) => return code,
+    };
     let ui = ui::Ui { json };
     let runtime = match commands::runtime(&arguments.command) {
         Ok(runtime) => runtime,

@@ -27,6 +27,11 @@ impl Ui {
         write_all(&mut io::stdout().lock(), &out)
     }
 
+    /// One line of events, on standard output; nothing without `--json`.
+    pub(crate) fn event(self, event: &serde_json::Value) -> Result<(), Failure> {
+        if self.json { write_all(&mut io::stdout().lock(), &format!("{event}\n")) } else { Ok(()) }
+    }
+
     /// A remark for people, on standard error; nothing with `--json`.
     pub(crate) fn note(self, text: &str) {
         if !self.json {

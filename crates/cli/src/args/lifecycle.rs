@@ -2,7 +2,10 @@
 
 use std::ffi::OsString;
 
-use clap::{Args, Subcommand, ValueEnum, builder::FalseyValueParser};
+use clap::{
+    Args, Subcommand, ValueEnum,
+    builder::{FalseyValueParser, NonEmptyStringValueParser},
+};
 
 use super::values::{pair, seconds, seconds_or_never};
 
@@ -63,6 +66,7 @@ pub(crate) struct Idle(pub(crate) Option<f64>);
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Set {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Seconds from now to its deadline, earlier or later than it was
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
@@ -75,6 +79,7 @@ pub(crate) struct Set {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Pause {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Keep the disk alone; processes end and the sandbox boots when it is resumed
     #[arg(long, conflicts_with = "standby", env = "STOCKADE_DISK_ONLY", value_parser = FalseyValueParser::new())]
@@ -91,6 +96,7 @@ pub(crate) struct Pause {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Resume {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Seconds it may live from then [default: what was left of its lifetime]
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
@@ -155,6 +161,7 @@ pub(crate) enum SnapshotCommand {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Rollback {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// A snapshot of it, or the one it was made from; name or id
     pub(crate) snapshot: String,
@@ -164,6 +171,7 @@ pub(crate) struct Rollback {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Fork {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// How many copies; if one cannot be made, none is
     #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_COUNT", default_value_t = 1)]

@@ -1,6 +1,6 @@
 //! What can be typed. Every option is an environment variable too: `STOCKADE_` and its name.
 
-use std::path::PathBuf;
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{
     Arg, ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand,
@@ -9,6 +9,7 @@ use clap::{
 
 mod lifecycle;
 mod network;
+mod refusal;
 mod sandbox;
 mod server;
 mod values;
@@ -16,9 +17,11 @@ mod values;
 pub(crate) use lifecycle::{Fork, Idle, Pause, Resume, Rollback, Rules, Set, Snapshot, SnapshotCommand, Step, Usage};
 pub(crate) use network::{Audit, Network, OAuth, Policy, Preview, Secret, Tunnel};
 pub(crate) use sandbox::{
-    Code, CodeRun, Cp, Create, Exec, Extend, Kill, Ls, One, Run, Running, Shell, Template, TemplateBuild,
+    Attach, Code, CodeRun, Cp, Create, Exec, Extend, Kill, Ls, One, Ps, Run, Running, Shell, Template, TemplateBuild,
 };
 pub(crate) use server::{Accel, Bench, Doctor, Env, Extra, Up};
+
+use crate::{failure::BAD_USAGE, ui::Ui};
 
 /// Machines of their own for AI agents: create them, run code in them, copy files.
 #[derive(Debug, Parser)]
@@ -31,7 +34,7 @@ pub(crate) struct Arguments {
 }
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 success, 1 failure, 2 bad usage. `run`, `exec` and `shell` end with the command's own code, \
+Exit codes: 0 success, 1 failure, 2 bad usage. `run`, `exec`, `shell` and `attach` end with the command's own code, \
 128 + the signal that killed it, 124 when its time was up, 125 when Stockade failed, 126 when the command \
 cannot be executed, 127 when it is not found.";
 
@@ -87,6 +90,10 @@ pub(crate) enum Command {
     Exec(Exec),
     /// Open a terminal in a sandbox
     Shell(Shell),
+    /// List the processes that were started in a sandbox
+    Ps(Ps),
+    /// Attach to a process in a sandbox: what it wrote, what it writes, its exit code
+    Attach(Attach),
     /// Copy files and directories between here and a sandbox (SANDBOX:PATH)
     Cp(Cp),
     /// Show the last lines of a sandbox's console
@@ -148,16 +155,36 @@ pub(crate) enum Command {
 ///
 /// `--json` is taken before and after each command. It is added here and not as a global option because
 /// `bench` has a `--json` of its own that takes a file.
-pub(crate) fn parse() -> (Arguments, bool) {
-    let matches = command().get_matches();
-    let json = says_json(&matches);
-    match Arguments::from_arg_matches(&matches) {
-        Ok(arguments) => {
+///
+/// # Errors
+/// They make no sense, which has been said, or there is nothing to run beyond what was said: the exit code.
+pub(crate) fn parse() -> Result<(Arguments, bool), ExitCode> {
+    let typed: Vec<_> = std::env::args_os().collect();
+    match read(&typed) {
+        Ok((arguments, json)) => {
             let json = json || matches!(&arguments.command, Command::Bench(Bench { json_file: Some(None), .. }));
-            (arguments, json)
+            Ok((arguments, json))
+        }
+        Err(error) if error.use_stderr() && wants_json(&typed) => {
+            Ui { json: true }.failure(&refusal::failure(&error));
+            Err(ExitCode::from(BAD_USAGE))
         }
         Err(error) => error.exit(),
     }
+}
+
+fn read(typed: &[OsString]) -> Result<(Arguments, bool), clap::Error> {
+    let matches = command().try_get_matches_from(typed)?;
+    Ok((Arguments::from_arg_matches(&matches)?, says_json(&matches)))
+}
+
+/// Whether `--json` is among arguments that cannot be understood as a whole, or in the environment.
+fn wants_json(typed: &[OsString]) -> bool {
+    let ours = typed.iter().skip(1).take_while(|argument| *argument != "--");
+    let flag = ours.filter(|argument| *argument == "--json").take(1);
+    let alone = clap::Command::new("stockade").arg(json_flag());
+    let matches = alone.try_get_matches_from([&OsString::from("stockade")].into_iter().chain(flag));
+    matches.is_ok_and(|matches| says_json(&matches))
 }
 
 fn command() -> clap::Command {
@@ -170,15 +197,17 @@ fn with_json(command: clap::Command) -> clap::Command {
     if own_json {
         return command;
     }
-    command.arg(
-        Arg::new("json")
-            .long("json")
-            .env("STOCKADE_JSON")
-            .action(ArgAction::SetTrue)
-            .value_parser(FalseyValueParser::new())
-            .help_heading("Global options")
-            .help("Speak JSON on both standard output and standard error"),
-    )
+    command.arg(json_flag())
+}
+
+fn json_flag() -> Arg {
+    Arg::new("json")
+        .long("json")
+        .env("STOCKADE_JSON")
+        .action(ArgAction::SetTrue)
+        .value_parser(FalseyValueParser::new())
+        .help_heading("Global options")
+        .help("Speak JSON on both standard output and standard error")
 }
 
 fn says_json(matches: &ArgMatches) -> bool {

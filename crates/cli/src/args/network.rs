@@ -2,7 +2,10 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use clap::{Args, Subcommand, builder::FalseyValueParser};
+use clap::{
+    Args, Subcommand,
+    builder::{FalseyValueParser, NonEmptyStringValueParser},
+};
 
 use super::{
     sandbox::One,
@@ -31,6 +34,7 @@ pub(crate) struct Network {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Preview {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// The port in the sandbox
     pub(crate) port: u16,
@@ -43,6 +47,7 @@ pub(crate) struct Preview {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Tunnel {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// The port in the sandbox
     pub(crate) port: u16,

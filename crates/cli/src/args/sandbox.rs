@@ -2,7 +2,10 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
-use clap::{Args, Subcommand, builder::FalseyValueParser};
+use clap::{
+    Args, Subcommand,
+    builder::{FalseyValueParser, NonEmptyStringValueParser},
+};
 
 use super::{
     lifecycle::Rules,
@@ -57,7 +60,7 @@ pub(crate) struct Running {
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) making: Making,
-    /// Leave the sandbox running and print its id on standard error
+    /// Leave the sandbox running and print its id on standard error (with --json: the first event, on standard output)
     #[arg(long, env = "STOCKADE_KEEP", value_parser = FalseyValueParser::new())]
     pub(crate) keep: bool,
     #[command(flatten)]
@@ -97,6 +100,7 @@ pub(crate) struct Ls {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct One {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
 }
 
@@ -104,6 +108,7 @@ pub(crate) struct One {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Exec {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Environment variable; repeatable
     #[arg(long = "env", short = 'e', value_name = "KEY=VALUE", env = "STOCKADE_ENV", value_parser = pair)]
@@ -125,6 +130,7 @@ pub(crate) enum Code {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CodeRun {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// The code [default: all of standard input]
     pub(crate) code: Option<String>,
@@ -149,6 +155,7 @@ pub(crate) struct CodeRun {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Shell {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// User to be [default: the template's]
     #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_USER")]
@@ -157,6 +164,38 @@ pub(crate) struct Shell {
     #[arg(long, short = 'C', value_name = "DIR", env = "STOCKADE_CWD")]
     pub(crate) cwd: Option<String>,
 }
+
+/// `stockade ps`
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Ps {
+    /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
+    pub(crate) sandbox: String,
+    /// Also those that have ended and are still known
+    #[arg(long, short = 'a', env = "STOCKADE_ALL", value_parser = FalseyValueParser::new())]
+    pub(crate) all: bool,
+}
+
+/// `stockade attach`
+#[derive(Args, Clone, Debug)]
+#[command(after_help = ATTACH_HELP)]
+pub(crate) struct Attach {
+    /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
+    pub(crate) sandbox: String,
+    /// The process: its pid, or tag:NAME
+    pub(crate) process: String,
+    /// Leave the process's standard input alone
+    #[arg(long, short = 'n', env = "STOCKADE_NO_STDIN", value_parser = FalseyValueParser::new())]
+    pub(crate) no_stdin: bool,
+    /// Leave out what it wrote before
+    #[arg(long, env = "STOCKADE_NO_REPLAY", value_parser = FalseyValueParser::new())]
+    pub(crate) no_replay: bool,
+}
+
+const ATTACH_HELP: &str = "\
+Begins with what is kept of the process's output. Ctrl-C goes to the process; SIGTERM, SIGHUP and SIGQUIT detach and \
+leave it running. A process that has ended gives its output and its exit code for a while.";
 
 /// `stockade cp`
 #[derive(Args, Clone, Debug)]
@@ -176,7 +215,7 @@ pub(crate) struct Cp {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Kill {
     /// The sandboxes' ids
-    #[arg(required_unless_present = "all")]
+    #[arg(required_unless_present = "all", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandboxes: Vec<String>,
     /// All sandboxes there are
     #[arg(long, conflicts_with = "sandboxes")]
@@ -187,6 +226,7 @@ pub(crate) struct Kill {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Extend {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Seconds from now
     #[arg(value_parser = seconds)]

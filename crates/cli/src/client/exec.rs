@@ -20,7 +20,11 @@ use serde_json::json;
 use tokio::{sync::mpsc, time};
 use tokio_tungstenite::tungstenite::Message;
 
-use super::{Client, socket::Socket, types::ApiError};
+use super::{
+    Client,
+    socket::Socket,
+    types::{ApiError, Items, Process},
+};
 use crate::failure::Failure;
 
 /// How often we show that we are there.
@@ -124,11 +128,20 @@ impl Client {
         let mut socket = self.socket(&["v1", "sandboxes", id, "exec", "ws"], None).await?;
         let request = serde_json::to_string(request).map_err(|error| Failure::new("internal", error.to_string()))?;
         socket.send(Message::text(request)).await.map_err(|error| self.broken(&error))?;
-        let (outgoing, incoming) = socket.split();
-        let (input, queue) = mpsc::channel(INPUT_QUEUE);
-        // The writer is a task of its own: input that waits for a slow reader must not stop the output.
-        tokio::spawn(write_input(outgoing, queue));
-        Ok(ExecSession { client: self.clone(), incoming, input })
+        Ok(ExecSession::new(self, socket))
+    }
+
+    /// Attaches to a process, named by its pid or `tag:NAME`. `replay`: first what is kept of its output.
+    pub(crate) async fn attach(&self, id: &str, process: &str, replay: bool) -> Result<ExecSession, Failure> {
+        let query = replay.then_some("after=0");
+        let socket = self.socket(&["v1", "sandboxes", id, "processes", process, "ws"], query).await?;
+        Ok(ExecSession::new(self, socket))
+    }
+
+    /// The processes that were started, oldest first; those that have ended for a while.
+    pub(crate) async fn processes(&self, id: &str) -> Result<Vec<Process>, Failure> {
+        let list: Items<Process> = self.json(self.request(Method::GET, &["v1", "sandboxes", id, "processes"])).await?;
+        Ok(list.items)
     }
 
     /// Sends a signal to a process group. Not through the WebSocket, where it would wait behind input.
@@ -140,6 +153,14 @@ impl Client {
 }
 
 impl ExecSession {
+    fn new(client: &Client, socket: Socket) -> Self {
+        let (outgoing, incoming) = socket.split();
+        let (input, queue) = mpsc::channel(INPUT_QUEUE);
+        // The writer is a task of its own: input that waits for a slow reader must not stop the output.
+        tokio::spawn(write_input(outgoing, queue));
+        Self { client: client.clone(), incoming, input }
+    }
+
     /// Where input goes; waits while the server takes no more.
     pub(crate) fn input(&self) -> mpsc::Sender<ExecInput> {
         self.input.clone()

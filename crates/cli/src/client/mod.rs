@@ -29,7 +29,7 @@ pub(crate) use exec::{ExecEvent, ExecInput, ExecRequest, ExecSession, Exit, PtyS
 pub(crate) use files::WriteOptions;
 pub(crate) use lifecycle::SnapshotQuery;
 pub(crate) use sandboxes::{CreateRequest, ListQuery};
-pub(crate) use types::{Sandbox, Snapshot, Template, UsageItem, Used};
+pub(crate) use types::{Process, Sandbox, Snapshot, Template, UsageItem, Used};
 
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -178,9 +178,13 @@ mod tests {
 
     #[test]
     fn an_error_keeps_the_words_of_the_api() {
-        let body = br#"{"error":{"code":"sandbox_not_found","message":"sandbox x not found","hint":"look"}}"#;
-        let failure = error_from(StatusCode::NOT_FOUND, body);
-        assert_eq!((failure.code.as_str(), failure.hint.as_deref()), ("sandbox_not_found", Some("look")));
+        let body = br#"{"error":{"code":"wrong_state","message":"sandbox x is paused","hint":"look"}}"#;
+        let failure = error_from(StatusCode::CONFLICT, body);
+        assert_eq!((failure.code.as_str(), failure.hint.as_deref()), ("wrong_state", Some("look")));
+        assert_eq!(failure.message, "sandbox x is paused");
+        // A hint at a route becomes one at a command.
+        let body = br#"{"error":{"code":"sandbox_not_found","message":"sandbox x not found","hint":"GET /v1"}}"#;
+        assert!(error_from(StatusCode::NOT_FOUND, body).hint.is_some_and(|hint| hint.contains("stockade ls")));
         assert_eq!(error_from(StatusCode::BAD_GATEWAY, b"<html>").code, "unexpected_answer");
     }
 }

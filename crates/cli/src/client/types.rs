@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use stockade_model::MachineShape;
 
+use super::exec::Exit;
 use crate::failure::Failure;
 
 /// `{"error": …}`
@@ -25,8 +26,16 @@ pub(super) struct ApiError {
 
 impl ApiError {
     pub(super) fn into_failure(self) -> Failure {
+        // Where the API names a route, a command says the same here.
+        let ours = match self.code.as_str() {
+            "sandbox_not_found" => Some("`stockade ls --all` lists the sandboxes there are and were"),
+            "template_not_found" => Some("`stockade template ls` lists the templates there are"),
+            "secret_not_found" => Some("`stockade secret ls` lists the secrets there are"),
+            "no_such_process" => Some("`stockade ps --all` lists the processes that are known"),
+            _ => None,
+        };
         let mut failure = Failure::new(self.code, self.message);
-        failure.hint = self.hint.filter(|hint| !hint.is_empty());
+        failure.hint = ours.map(str::to_owned).or(self.hint.filter(|hint| !hint.is_empty()));
         failure
     }
 }
@@ -151,6 +160,23 @@ pub(crate) struct Template {
     pub(crate) created_at: String,
     #[serde(default)]
     pub(crate) default_user: String,
+    #[serde(flatten)]
+    other: BTreeMap<String, Value>,
+}
+
+/// A process that was started in a sandbox.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Process {
+    pub(crate) pid: u32,
+    pub(crate) tag: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) argv: Option<Vec<String>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) shell: Option<String>,
+    pub(crate) user: String,
+    pub(crate) pty: bool,
+    pub(crate) started_at: String,
+    pub(crate) exit: Option<Exit>,
     #[serde(flatten)]
     other: BTreeMap<String, Value>,
 }

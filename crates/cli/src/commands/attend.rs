@@ -12,6 +12,7 @@
 use std::{
     io::{self, Read as _},
     thread,
+    time::Duration,
 };
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
@@ -20,6 +21,7 @@ use serde_json::{Value, json};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::{mpsc, oneshot},
+    time,
 };
 
 use crate::{
@@ -31,17 +33,26 @@ use crate::{
 
 const READ_BYTES: usize = 32 << 10;
 const QUEUED_WRITES: usize = 16;
+/// Ctrl-D, twice.
+const END_OF_INPUT_KEYS: &[u8] = &[4, 4];
+const END_OF_INPUT_EVERY: Duration = Duration::from_millis(500);
 /// So many signals are passed on; the next one ends us.
 const FORWARDED_SIGNALS: u32 = 2;
 
-/// What our Ctrl-C means.
+/// Whose command it is: what a signal to us means, and what becomes of it when nobody takes its output.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum OnSignal {
-    /// Stop attending; the caller ends the sandbox.
-    Leave,
-    /// Pass it on to the command; the third one gives up waiting.
-    Forward,
+pub(super) enum Role {
+    /// It has a sandbox of its own: we leave, and the caller ends the sandbox.
+    Run,
+    /// It was started for us: signals go to it, the third one gives up waiting. It ends with its output.
+    Exec,
+    /// It is somebody else's: Ctrl-C goes to it, all else detaches.
+    Attach,
 }
+
+/// What a command gets when its output is lost, and how long it may then take to end.
+const HANG_UP: [(i32, Duration); 2] =
+    [(libc::SIGHUP, Duration::from_secs(1)), (libc::SIGKILL, Duration::from_secs(10))];
 
 /// How the attendance ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -52,6 +63,30 @@ pub(super) enum Attended {
     Signalled(i32),
     /// Nobody reads our output any more.
     OutputClosed,
+}
+
+/// Why our output takes nothing more.
+#[derive(Debug)]
+pub(super) struct OutputLost {
+    stream: Stream,
+    error: io::Error,
+}
+
+impl OutputLost {
+    /// A reader that left has what it wanted; everything else is a failure.
+    fn attended(self) -> Result<Attended, Failure> {
+        let Self { stream, error } = self;
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            return Ok(Attended::OutputClosed);
+        }
+        let name = if stream == Stream::Out { "output" } else { "error" };
+        Err(Failure::host(format!("write to standard {name}"), error))
+    }
+
+    /// The exit code or failure of a command whose output this was.
+    pub(super) fn exit_code(self) -> Result<u8, Failure> {
+        self.attended().map(Attended::exit_code)
+    }
 }
 
 impl Attended {
@@ -77,6 +112,7 @@ pub(super) struct Signals {
     interrupt: Signal,
     terminate: Signal,
     hang_up: Signal,
+    quit: Signal,
 }
 
 impl Signals {
@@ -85,6 +121,7 @@ impl Signals {
             interrupt: listen(SignalKind::interrupt())?,
             terminate: listen(SignalKind::terminate())?,
             hang_up: listen(SignalKind::hangup())?,
+            quit: listen(SignalKind::quit())?,
         })
     }
 
@@ -94,6 +131,7 @@ impl Signals {
             _ = self.interrupt.recv() => libc::SIGINT,
             _ = self.terminate.recv() => libc::SIGTERM,
             _ = self.hang_up.recv() => libc::SIGHUP,
+            _ = self.quit.recv() => libc::SIGQUIT,
         }
     }
 }
@@ -111,7 +149,7 @@ pub(super) struct Attendance<'a> {
     pub(super) stdin: bool,
     /// The command has a terminal of our terminal's size.
     pub(super) tty: bool,
-    pub(super) on_signal: OnSignal,
+    pub(super) role: Role,
 }
 
 impl Attendance<'_> {
@@ -127,8 +165,11 @@ impl Attendance<'_> {
                     ExecEvent::Started { pid: started } => {
                         pid = Some(started);
                         output.tell(json!({"type": "started", "pid": started})).await;
+                        if let (true, Role::Attach, Some(size)) = (self.tty, self.role, terminal::size()) {
+                            let _ = session.input().try_send(ExecInput::Resize(size));
+                        }
                         if self.stdin {
-                            start_reader(session.input());
+                            start_reader(session.input(), self.tty);
                         }
                     }
                     ExecEvent::Stdout(data) => output.put(Stream::Out, data).await,
@@ -139,15 +180,20 @@ impl Attendance<'_> {
                     }
                     ExecEvent::Exit(exit) => break exit,
                 },
-                () = output.closed() => return Ok(Attended::OutputClosed),
+                () = output.closed() => {
+                    if let (Role::Exec, Some(pid)) = (self.role, pid) {
+                        self.hang_up(pid, &mut session).await;
+                    }
+                    return output.finish().await.map_or_else(OutputLost::attended, |()| Ok(Attended::OutputClosed));
+                }
                 _ = resized.recv(), if self.tty => if let Some(size) = terminal::size() {
                     // A full queue means that the server is behind; the next change will tell it.
                     let _ = session.input().try_send(ExecInput::Resize(size));
                 },
                 number = signals.next() => {
                     signals_heard += 1;
-                    match (self.on_signal, pid) {
-                        (OnSignal::Forward, Some(pid)) if signals_heard <= FORWARDED_SIGNALS => {
+                    match pid {
+                        Some(pid) if self.passes_on(number) && signals_heard <= FORWARDED_SIGNALS => {
                             self.forward(pid, number).await;
                         }
                         _ => return Ok(Attended::Signalled(number)),
@@ -161,8 +207,31 @@ impl Attendance<'_> {
         output.tell(event).await;
         tokio::select! {
             // All output is written before we say how it ended.
-            () = output.finish() => Ok(Attended::Exited(exit)),
+            written = output.finish() => written.map_or_else(OutputLost::attended, |()| Ok(Attended::Exited(exit))),
             number = signals.next() => Ok(Attended::Signalled(number)),
+        }
+    }
+
+    fn passes_on(&self, number: i32) -> bool {
+        match self.role {
+            Role::Run => false,
+            Role::Exec => true,
+            Role::Attach => number == libc::SIGINT,
+        }
+    }
+
+    /// What nobody hears any more must not run on.
+    async fn hang_up(&self, pid: u32, session: &mut ExecSession) {
+        for (number, patience) in HANG_UP {
+            match self.client.signal(self.sandbox, pid, number).await {
+                Err(failure) if failure.code == "no_such_process" => return,
+                Err(failure) => self.ui.note(&format!("warning: the command may still run: {failure}")),
+                Ok(()) => {}
+            }
+            let end = async { while !matches!(session.next().await, Ok(ExecEvent::Exit(_)) | Err(_)) {} };
+            if time::timeout(patience, end).await.is_ok() {
+                return;
+            }
         }
     }
 
@@ -182,8 +251,8 @@ pub(super) enum Stream {
 /// Our standard output and error, written by a thread in order of arrival.
 pub(super) struct Output {
     queue: mpsc::Sender<(Stream, Bytes)>,
-    /// Resolves once the thread has ended: all is written, or nobody reads.
-    ended: oneshot::Receiver<()>,
+    /// Resolves once the thread has ended: all is written, or nothing more can be.
+    ended: oneshot::Receiver<Result<(), OutputLost>>,
     /// One JSON event a line in place of the bytes.
     json: bool,
 }
@@ -193,17 +262,16 @@ impl Output {
         let (queue, mut writes) = mpsc::channel::<(Stream, Bytes)>(QUEUED_WRITES);
         let (done, ended) = oneshot::channel();
         thread::spawn(move || {
-            while let Some((stream, data)) = writes.blocking_recv() {
+            let mut result = Ok(());
+            while let (true, Some((stream, data))) = (result.is_ok(), writes.blocking_recv()) {
                 let written = match stream {
                     Stream::Out => write_now(&mut io::stdout().lock(), &data),
                     Stream::Err => write_now(&mut io::stderr().lock(), &data),
                 };
-                if written.is_err() {
-                    break;
-                }
+                result = written.map_err(|error| OutputLost { stream, error });
             }
             // The other side may have left already.
-            let _ = done.send(());
+            let _ = done.send(result);
         });
         Self { queue, ended, json }
     }
@@ -238,15 +306,16 @@ impl Output {
         }
     }
 
-    /// Resolves when nobody reads any more. Cancel-safe.
+    /// Resolves when nothing more can be written; `finish` tells why. Cancel-safe.
     pub(super) async fn closed(&self) {
         self.queue.closed().await;
     }
 
     /// Waits until everything is written.
-    pub(super) async fn finish(self) {
+    pub(super) async fn finish(self) -> Result<(), OutputLost> {
         drop(self.queue);
-        let _ = self.ended.await;
+        // The thread says how it went, whatever happens.
+        self.ended.await.unwrap_or(Ok(()))
     }
 }
 
@@ -256,14 +325,18 @@ fn write_now(out: &mut impl io::Write, data: &[u8]) -> io::Result<()> {
 }
 
 /// A thread that reads our standard input to its end. It is left behind when the command ends first.
-fn start_reader(input: mpsc::Sender<ExecInput>) {
+fn start_reader(input: mpsc::Sender<ExecInput>, tty: bool) {
     thread::spawn(move || {
         let mut buffer = vec![0; READ_BYTES];
+        let mut at_line_start = true;
         let mut stdin = io::stdin().lock();
         loop {
             let sent = match stdin.read(&mut buffer) {
                 Ok(0) => break,
-                Ok(length) => input.blocking_send(ExecInput::Stdin(Bytes::copy_from_slice(&buffer[..length]))),
+                Ok(length) => {
+                    at_line_start = buffer[length - 1] == b'\n';
+                    input.blocking_send(ExecInput::Stdin(Bytes::copy_from_slice(&buffer[..length])))
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 // A directory or a terminal that is gone: the command gets the end of its input.
                 Err(_) => break,
@@ -272,8 +345,18 @@ fn start_reader(input: mpsc::Sender<ExecInput>) {
                 return;
             }
         }
-        // The session may have ended.
-        let _ = input.blocking_send(ExecInput::CloseStdin);
+        if !tty {
+            // The session may have ended.
+            let _ = input.blocking_send(ExecInput::CloseStdin);
+            return;
+        }
+        // A terminal cannot be closed: it takes the key for it, after an unfinished line once more. A shell that is
+        // just setting its terminal up loses a key, so it is pressed until the session has ended.
+        let mut keys = if at_line_start { &END_OF_INPUT_KEYS[..1] } else { END_OF_INPUT_KEYS };
+        while input.blocking_send(ExecInput::Stdin(Bytes::from_static(keys))).is_ok() {
+            keys = &END_OF_INPUT_KEYS[..1];
+            thread::sleep(END_OF_INPUT_EVERY);
+        }
     });
 }
 

@@ -42,7 +42,11 @@ pub(crate) fn e2b_variables(ready: &Ready, key: &str) -> Vec<(&'static str, Stri
 /// A value that a shell reads back as it is.
 pub(crate) fn quoted(value: &str) -> String {
     let plain = |character: char| character.is_ascii_alphanumeric() || "._-/:".contains(character);
-    if value.chars().all(plain) { value.to_owned() } else { format!("'{}'", value.replace('\'', r"'\''")) }
+    if !value.is_empty() && value.chars().all(plain) {
+        value.to_owned()
+    } else {
+        format!("'{}'", value.replace('\'', r"'\''"))
+    }
 }
 
 #[cfg(test)]
@@ -52,6 +56,7 @@ mod tests {
     #[test]
     fn values_survive_a_shell() {
         assert_eq!(quoted("/a/b-c.pem"), "/a/b-c.pem");
+        assert_eq!(quoted(""), "''");
         assert_eq!(quoted("it's here"), r"'it'\''s here'");
     }
 }

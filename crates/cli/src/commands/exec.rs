@@ -8,11 +8,11 @@ use std::{
 
 use super::{
     Context,
-    attend::{Attendance, Attended, OnSignal, Signals},
+    attend::{Attendance, Attended, Role, Signals},
 };
 use crate::{
     args::{Exec, Running, Shell},
-    client::{ExecRequest, PtySize},
+    client::{ExecRequest, ExecSession, PtySize},
     failure::Failure,
     terminal::{self, RawMode},
 };
@@ -24,26 +24,27 @@ const DEFAULT_SIZE: PtySize = PtySize { cols: 80, rows: 24 };
 pub(super) async fn exec(context: &Context, args: Exec) -> Result<u8, Failure> {
     let request = request(&args.running, args.env)?;
     let mut signals = Signals::listen()?;
-    start_and_attend(context, &args.sandbox, &request, OnSignal::Forward, &mut signals).await
+    start_and_attend(context, &args.sandbox, &request, Role::Exec, &mut signals).await
 }
 
-/// Opens a terminal in a sandbox.
+/// Opens a terminal in a sandbox. Without a terminal here it is a shell that reads our input to its end.
 pub(super) async fn shell(context: &Context, args: Shell) -> Result<u8, Failure> {
     let mut signals = Signals::listen()?;
+    let is_terminal = io::stdin().is_terminal();
     let mut request = ExecRequest {
         argv: vec!["bash".to_owned(), "-l".to_owned()],
         user: args.user,
         cwd: args.cwd,
-        env: terminal_type(),
+        env: if is_terminal { terminal_type() } else { BTreeMap::new() },
         stdin: true,
-        pty: Some(terminal::size().unwrap_or(DEFAULT_SIZE)),
+        pty: is_terminal.then(|| terminal::size().unwrap_or(DEFAULT_SIZE)),
         timeout_seconds: None,
     };
-    match start_and_attend(context, &args.sandbox, &request, OnSignal::Forward, &mut signals).await {
+    match start_and_attend(context, &args.sandbox, &request, Role::Exec, &mut signals).await {
         // A template without bash.
         Err(failure) if failure.code == "cannot_execute" => {
             "sh".clone_into(&mut request.argv[0]);
-            start_and_attend(context, &args.sandbox, &request, OnSignal::Forward, &mut signals).await
+            start_and_attend(context, &args.sandbox, &request, Role::Exec, &mut signals).await
         }
         ended => ended,
     }
@@ -77,7 +78,7 @@ pub(super) async fn start_and_attend(
     context: &Context,
     sandbox: &str,
     request: &ExecRequest,
-    on_signal: OnSignal,
+    role: Role,
     signals: &mut Signals,
 ) -> Result<u8, Failure> {
     let session = tokio::select! {
@@ -86,8 +87,17 @@ pub(super) async fn start_and_attend(
     };
     let Context { client, ui } = context;
     let tty = request.pty.is_some();
-    let attendance = Attendance { client, ui: *ui, sandbox, stdin: request.stdin, tty, on_signal };
-    let raw = if tty && io::stdout().is_terminal() { RawMode::enter() } else { Ok(None) };
+    stand_by(&Attendance { client, ui: *ui, sandbox, stdin: request.stdin, tty, role }, session, signals).await
+}
+
+/// Attends with our terminal set for it; the command's exit code.
+pub(super) async fn stand_by(
+    attendance: &Attendance<'_>,
+    session: ExecSession,
+    signals: &mut Signals,
+) -> Result<u8, Failure> {
+    let ui = attendance.ui;
+    let raw = if attendance.tty && io::stdout().is_terminal() { RawMode::enter() } else { Ok(None) };
     let raw = raw.map_err(|error| Failure::host("set the terminal to raw mode", error))?;
     let ended = attendance.attend(session, signals).await;
     // Before anything is printed about how it went.

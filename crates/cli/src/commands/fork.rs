@@ -21,7 +21,7 @@ use tokio::time;
 
 use super::{
     Context,
-    attend::{Attended, Output, Signals, Stream, code_of_signal},
+    attend::{Attended, Output, OutputLost, Signals, Stream, code_of_signal},
 };
 use crate::{
     args::Fork,
@@ -70,14 +70,17 @@ pub(super) async fn fork(context: &Context, args: Fork) -> Result<u8, Failure> {
     };
     let left = tokio::select! {
         copies = work => Ok(copies),
-        number = signals.next() => Err(code_of_signal(number)),
-        () = output.closed() => Err(code_of_signal(libc::SIGPIPE)),
+        number = signals.next() => Err(Some(code_of_signal(number))),
+        () = output.closed() => Err(None),
     };
     match left {
         Ok(copies) => conclude(context, &args, copies, output).await,
         Err(code) => {
             end(context, children.iter().map(|child| child.id.as_str())).await;
-            Ok(code)
+            match code {
+                Some(code) => Ok(code),
+                None => output.finish().await.map_or_else(OutputLost::exit_code, |()| Ok(FAILED)),
+            }
         }
     }
 }
@@ -204,7 +207,9 @@ async fn conclude(context: &Context, args: &Fork, copies: Vec<Copy>, output: Out
     let items: Vec<_> = copies.iter().map(|copy| item(copy, kept)).collect();
     let result = json!({"type": "result", "sandbox": args.sandbox, "kept": kept, "items": items});
     output.tell(result).await;
-    output.finish().await;
+    if let Err(lost) = output.finish().await {
+        return lost.exit_code();
+    }
     for copy in &copies {
         if let Some(problem) = &copy.problem {
             context.ui.note(&format!("[{}] error: {problem}", copy.index));

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::{Context, sandboxes::local_time};
 use crate::{
     args::{Idle, One, Pause, Resume, Rollback, Rules, Set},
-    failure::Failure,
+    failure::{BAD_USAGE, Failure},
 };
 
 pub(super) async fn pause(context: &Context, args: Pause) -> Result<(), Failure> {
@@ -59,7 +59,7 @@ pub(super) async fn set(context: &Context, args: Set) -> Result<(), Failure> {
     if body.is_empty() {
         return Err(Failure::new("invalid_argument", "nothing is to change")
             .hint("`stockade set --help` lists what can be set")
-            .exit(2));
+            .exit(BAD_USAGE));
     }
     let sandbox = context.client.set(&args.sandbox, &Value::Object(body)).await?;
     context.ui.data(&sandbox, || format!("deadline {}", local_time(&sandbox.deadline)))

@@ -22,6 +22,7 @@ mod exec;
 mod fork;
 mod lifecycle;
 mod network;
+mod processes;
 mod run;
 mod sandboxes;
 mod snapshots;
@@ -62,6 +63,11 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
             let context = context(&common).map_err(Failure::of_exec)?;
             return exec::shell(&context, args).await.map_err(Failure::of_exec);
         }
+        Command::Attach(args) => {
+            let context = context(&common).map_err(Failure::of_exec)?;
+            return processes::attach(&context, args).await.map_err(Failure::of_exec);
+        }
+        Command::Ps(args) => processes::ps(&context(&common)?, args).await,
         Command::Code(args) => return code::code(&context(&common)?, args).await,
         Command::Kill(args) => return sandboxes::kill(&context(&common)?, args).await,
         Command::Create(args) => sandboxes::create(&context(&common)?, args).await,

@@ -1,11 +1,12 @@
 //! `stockade run`: a sandbox for one command.
 //!
-//! The sandbox is ended on every way out: the command's end, a failure, Ctrl-C, SIGTERM. Should this
+//! The sandbox is ended on every way out: the command's end, a failure, the signals that end programs. Should this
 //! program be killed outright, the sandbox's deadline ends it: it is kept only minutes away, and moved while
 //! the command runs.
 
 use std::{future::Future, time::Duration};
 
+use serde_json::json;
 use tokio::{
     task::{JoinError, JoinHandle},
     time,
@@ -13,7 +14,7 @@ use tokio::{
 
 use super::{
     Context,
-    attend::{OnSignal, Signals, code_of_signal},
+    attend::{Role, Signals, code_of_signal},
     exec::{request, start_and_attend},
     network::spec,
 };
@@ -48,8 +49,12 @@ pub(super) async fn run(context: &Context, args: Run) -> Result<u8, Failure> {
     if args.keep {
         context.ui.note(&format!("sandbox {}", sandbox.id));
     }
+    let told = context.ui.event(&json!({"type": "sandbox", "id": sandbox.id}));
     let keeper = args.making.lifetime.is_none().then(|| keep_alive(context.client.clone(), sandbox.id.clone()));
-    let result = start_and_attend(context, &sandbox.id, &exec, OnSignal::Leave, &mut signals).await;
+    let result = match told {
+        Ok(()) => start_and_attend(context, &sandbox.id, &exec, Role::Run, &mut signals).await,
+        Err(failure) => Err(failure),
+    };
     if let Some(keeper) = keeper {
         keeper.abort();
     }

@@ -78,6 +78,8 @@ pub(super) async fn kill(context: &Context, args: Kill) -> Result<u8, Failure> {
     for id in ids {
         match context.client.kill(&id).await {
             Ok(()) => killed.push(id),
+            // Its time was up, or somebody else was faster.
+            Err(failure) if args.all && ["sandbox_ended", "sandbox_not_found"].contains(&&*failure.code) => {}
             Err(failure) => {
                 context.ui.failure(&failure);
                 code = FAILED;

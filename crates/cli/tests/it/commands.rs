@@ -2,6 +2,8 @@
 
 use serde_json::Value;
 
+use stockade_engine::fake::{Moment, Step};
+
 use crate::support::{TestServer, run};
 
 #[tokio::test]
@@ -43,6 +45,7 @@ async fn what_is_unknown_is_named_with_a_stable_code() {
         let ran = run(server.stockade(arguments), b"").await;
         let error: Value = serde_json::from_str(ran.stderr.trim()).expect("JSON");
         assert_eq!((error["error"]["code"].as_str(), ran.code), (Some(code), Some(exit)), "{arguments:?} {error}");
+        assert!(error["error"]["hint"].as_str().is_some_and(|hint| hint.starts_with("`stockade ")), "{error}");
     }
 }
 
@@ -53,6 +56,30 @@ async fn one_unknown_sandbox_does_not_keep_the_others_from_being_killed() {
     let ran = run(server.stockade(&["kill", &first, "sbxaaaaaaaaaaaaaaaaaaaa", &second]), b"").await;
     assert_eq!((ran.code, ran.stdout), (Some(1), format!("{first}\n{second}\n")));
     assert_eq!(server.ok(&["ls", "-q"]).await, "");
+}
+
+#[tokio::test]
+async fn kill_all_is_not_disturbed_by_sandboxes_that_end_meanwhile() {
+    let server = TestServer::start().await;
+    let (first, second) = (server.create().await, server.create().await);
+    let mut hang = server.host.hang(Step::Kill, Moment::Before);
+    let all = tokio::spawn(run(server.stockade(&["kill", "--all"]), b""));
+    hang.reached().await;
+    server.ok(&["kill", &second]).await;
+    hang.release();
+    let ran = all.await.expect("ran");
+    assert_eq!((ran.code, ran.stdout, ran.stderr.as_str()), (Some(0), format!("{first}\n"), ""));
+    let ran = run(server.stockade(&["kill", "--json", &second]), b"").await;
+    let error: Value = serde_json::from_str(&ran.stderr).expect("JSON");
+    assert_eq!((ran.code, error["error"]["code"].as_str()), (Some(1), Some("sandbox_ended")), "{error}");
+}
+
+#[tokio::test]
+async fn a_filter_by_an_unknown_template_is_an_error() {
+    let server = TestServer::start().await;
+    let ran = run(server.stockade(&["ls", "-t", "nope", "--json"]), b"").await;
+    assert!(ran.code == Some(1) && ran.stderr.contains("template_not_found"), "{ran:?}");
+    assert_eq!(server.ok(&["ls", "-q", "-t", "base"]).await, "");
 }
 
 #[tokio::test]

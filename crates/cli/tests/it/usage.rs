@@ -9,8 +9,8 @@ async fn help_names_every_command() {
     let ran = run(stockade(&["--help"]), b"").await;
     assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));
     for command in [
-        "up", "run", "create", "ls", "info", "exec", "shell", "cp", "logs", "kill", "extend", "pause", "resume",
-        "snapshot", "fork", "template", "doctor", "bench", "version", "env",
+        "up", "run", "create", "ls", "info", "exec", "shell", "ps", "attach", "cp", "logs", "kill", "extend", "pause",
+        "resume", "snapshot", "fork", "template", "doctor", "bench", "version", "env",
     ] {
         assert!(ran.stdout.lines().any(|line| line.trim_start().starts_with(&format!("{command} "))), "{command}");
     }
@@ -27,11 +27,44 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
         &["run", "--env", "no-value", "--", "true"],
         &["kill"],
         &["extend", "sbx", "soon"],
+        &["info", ""],
+        &["kill", "sbx", ""],
+        &["exec", "", "--", "true"],
     ] {
         let ran = run(stockade(arguments), b"").await;
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{arguments:?}");
         assert!(ran.stderr.starts_with("error: "), "{}", ran.stderr);
     }
+}
+
+#[tokio::test]
+async fn wrong_arguments_are_told_in_json_where_json_is_spoken() {
+    for arguments in [
+        &["--json"][..],
+        &["nonsense", "--json"],
+        &["--json", "kill"],
+        &["run", "--json", "--timeout", "-3", "--", "true"],
+        &["extend", "sbx", "soon", "--json"],
+        &["secret", "--json"],
+    ] {
+        let ran = run(stockade(arguments), b"").await;
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{arguments:?}");
+        let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+        assert_eq!(error["error"]["code"], "bad_usage", "{error}");
+        for part in ["message", "hint"] {
+            let text = error["error"][part].as_str().expect("a text");
+            assert!(!text.is_empty() && !text.contains('\n') && !text.starts_with("error"), "{error}");
+        }
+    }
+    let mut command = stockade(&["kill"]);
+    command.env("STOCKADE_JSON", "1");
+    let ran = run(command, b"").await;
+    assert!(ran.stderr.starts_with("{\"error\":"), "{ran:?}");
+    // What follows `--` is somebody else's.
+    let ran = run(stockade(&["run", "--nonsense", "--", "--json"]), b"").await;
+    assert!(ran.stderr.starts_with("error: "), "{ran:?}");
+    let ran = run(stockade(&["--json", "--help"]), b"").await;
+    assert_eq!((ran.code, ran.stderr.as_str()), (Some(0), ""));
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ pub(crate) struct TestServer {
     pub(crate) url: String,
     pub(crate) key: String,
     pub(crate) directory: TempDir,
-    _host: FakeHost,
+    pub(crate) host: FakeHost,
     _service: Service,
     _server: Server,
 }
@@ -51,7 +51,7 @@ impl TestServer {
             url: format!("http://{}", server.http_address()),
             key: key.expose().to_owned(),
             directory,
-            _host: host,
+            host,
             _service: service,
             _server: server,
         }
