@@ -4,6 +4,8 @@ use crate::{Principal, Service, ServiceError, error::store_error};
 
 const KEY_PREFIX: &str = "e2b_";
 const KEY_BYTES: usize = 20;
+/// The name of the key in the key file; no other key has it.
+const FILE_KEY: &str = "first";
 /// Longer texts are not keys; nobody makes us hash megabytes.
 const LONGEST_KEY: usize = 256;
 
@@ -39,27 +41,26 @@ impl Service {
     /// A new key. Its text is in the answer and nowhere else.
     ///
     /// # Errors
-    /// The store fails.
+    /// The name is the key file's, or the store fails.
     pub async fn create_api_key(
         &self,
         workspace: &WorkspaceId,
         name: &str,
     ) -> Result<(ApiKeyId, Secret), ServiceError> {
+        if name == FILE_KEY {
+            let problem = format!("{FILE_KEY:?} is the name of the key in the server's key file");
+            return Err(ServiceError::Invalid { field: "name", problem });
+        }
         let key = Secret::random_hex(KEY_PREFIX, KEY_BYTES);
-        Ok((self.import_api_key(workspace, name, &key).await?, key))
+        Ok((self.store().insert_api_key(workspace, name, &key).await.map_err(store_error)?, key))
     }
 
-    /// Accepts a key that exists already, for example in a file. Repeatable.
+    /// Accepts the key in the server's key file, and no longer the one that was in it before. Repeatable.
     ///
     /// # Errors
-    /// The store fails.
-    pub async fn import_api_key(
-        &self,
-        workspace: &WorkspaceId,
-        name: &str,
-        key: &Secret,
-    ) -> Result<ApiKeyId, ServiceError> {
-        self.store().insert_api_key(workspace, name, key).await.map_err(store_error)
+    /// The key is another workspace's, or the store fails.
+    pub async fn take_key_file(&self, workspace: &WorkspaceId, key: &Secret) -> Result<ApiKeyId, ServiceError> {
+        self.store().replace_api_key(workspace, FILE_KEY, key).await.map_err(store_error)
     }
 
     /// Makes a key of the caller's workspace useless; false: there is no such key.

@@ -121,6 +121,21 @@ impl Manifest {
     }
 }
 
+/// Bucket and prefix; `None`: a directory.
+fn parse(url: &str) -> Result<Option<(&str, &str)>, ArchiveError> {
+    let Some(rest) = url.strip_prefix("s3://") else {
+        if url.contains("://") || url.is_empty() {
+            return Err(ArchiveError::BadUrl { url: url.split('?').next().unwrap_or_default().to_owned() });
+        }
+        return Ok(None);
+    };
+    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+    if bucket.is_empty() || bucket.contains(['@', ':']) {
+        return Err(ArchiveError::BadUrl { url: "s3://...".to_owned() });
+    }
+    Ok(Some((bucket, prefix)))
+}
+
 impl Archive {
     /// In a directory of this host, which is made if it is not there.
     ///
@@ -142,19 +157,18 @@ impl Archive {
     /// # Errors
     /// It is no such address.
     pub fn at(url: &str) -> Result<Self, ArchiveError> {
-        let Some(rest) = url.strip_prefix("s3://") else {
-            if url.contains("://") || url.is_empty() {
-                return Err(ArchiveError::BadUrl { url: url.split('?').next().unwrap_or_default().to_owned() });
-            }
-            return Self::at_directory(Path::new(url));
-        };
-        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-        if bucket.is_empty() || bucket.contains(['@', ':']) {
-            return Err(ArchiveError::BadUrl { url: "s3://...".to_owned() });
-        }
+        let Some((bucket, prefix)) = parse(url)? else { return Self::at_directory(Path::new(url)) };
         let built = AmazonS3Builder::from_env().with_bucket_name(bucket).build();
         let built = built.map_err(store("open a bucket"))?;
         Ok(Self { store: Arc::new(built), prefix: ObjectPath::from(prefix), directory: None })
+    }
+
+    /// Whether [`at`](Self::at) would take it, as far as that can be known without touching anything.
+    ///
+    /// # Errors
+    /// It is no such address.
+    pub fn check(url: &str) -> Result<(), ArchiveError> {
+        parse(url).map(drop)
     }
 
     /// Puts a directory's files away; returns their bytes. Repeatable: the same id is written over.

@@ -5,6 +5,7 @@ use stockade_model::{ApiKeyId, Secret, WorkspaceId};
 
 use crate::{
     Store, StoreError,
+    open::{BEGIN, to_the_end},
     rows::{id, instant, millis},
 };
 
@@ -45,6 +46,44 @@ impl Store {
         .await
         .map_err(StoreError::database("keep an API key"))?;
         id(&row, "id")
+    }
+
+    /// Makes `key` the one key of a name: keeps it as [`insert_api_key`](Self::insert_api_key) does, lets it work even
+    /// if it was revoked, and revokes the others of that name.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn replace_api_key(
+        &self,
+        workspace: &WorkspaceId,
+        name: &str,
+        key: &Secret,
+    ) -> Result<ApiKeyId, StoreError> {
+        let (store, workspace, name, hash) = (self.clone(), workspace.clone(), name.to_owned(), hash(key.expose()));
+        to_the_end(async move {
+            let fail = || StoreError::database("replace an API key");
+            let mut transaction = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            let now = millis(Timestamp::now());
+            let row = sqlx::query(
+                "INSERT INTO api_keys (id, workspace, name, hash, created_ms) VALUES (?, ?, ?, ?, ?)
+                 ON CONFLICT (hash) DO UPDATE SET revoked_ms = NULL WHERE workspace = excluded.workspace RETURNING id",
+            )
+            .bind(ApiKeyId::random().as_str())
+            .bind(workspace.as_str())
+            .bind(&name)
+            .bind(&hash)
+            .bind(now)
+            .fetch_one(&mut *transaction)
+            .await
+            .map_err(fail())?;
+            let others = "UPDATE api_keys SET revoked_ms = ?
+                          WHERE workspace = ? AND name = ? AND hash <> ? AND revoked_ms IS NULL";
+            let others = sqlx::query(others).bind(now).bind(workspace.as_str()).bind(&name).bind(&hash);
+            others.execute(&mut *transaction).await.map_err(fail())?;
+            transaction.commit().await.map_err(fail())?;
+            id(&row, "id")
+        })
+        .await
     }
 
     /// Who a key belongs to; `None`: nobody, or it was revoked.

@@ -3,7 +3,7 @@
 //! ```text
 //! lock        held (flock) while a server runs; holds its pid
 //! format      number of this layout; a newer one is refused, never touched
-//! api-key     the first key's text (0600)
+//! api-key     the first key's text (0600); another text put there replaces that key at the next start
 //! ready.json  how to reach the server, while it serves
 //! stockade.db records     tls/ certificates     kernel/ templates/ machines/ what the engine runs
 //! cache/      what templates are built from; may be removed at any time
@@ -21,12 +21,14 @@ use stockade_model::Secret;
 use tempfile::NamedTempFile;
 
 use crate::{
-    failure::Failure,
+    failure::{BAD_USAGE, Failure},
     local_paths::{READY_FILE, Ready},
 };
 
 /// The layout this build knows.
 const FORMAT: u32 = 1;
+const FORMAT_FILE: &str = "format";
+const KEY_FILE: &str = "api-key";
 
 /// A data directory this process alone uses, until dropped.
 #[derive(Debug)]
@@ -36,14 +38,32 @@ pub(crate) struct DataDir {
 }
 
 impl DataDir {
+    /// Looks whether the directory can be taken, and touches nothing; its absolute path.
+    pub(crate) fn check(path: &Path) -> Result<PathBuf, Failure> {
+        let path = absolute(path)?;
+        if path.to_str().is_none() {
+            // The files in it name it in JSON.
+            let message = format!("the data directory's name {path:?} is not UTF-8");
+            return Err(Failure::new("invalid_argument", message).hint("name another --data-dir").exit(BAD_USAGE));
+        }
+        if let Some(pid) = holder(&path) {
+            return Err(in_use(&path, &pid.to_string()));
+        }
+        read_format(&path)?;
+        read_key(&path.join(KEY_FILE))?;
+        Ok(path)
+    }
+
     /// Makes the directory if there is none, and takes it.
     pub(crate) fn take(path: &Path) -> Result<Self, Failure> {
-        let path =
-            std::path::absolute(path).map_err(|error| Failure::host(format!("find {}", path.display()), error))?;
+        let path = absolute(path)?;
         // Others have no business with records and keys.
         fs::DirBuilder::new().recursive(true).mode(0o711).create(&path).map_err(|error| unusable(&path, &error))?;
         let lock = take_lock(&path)?;
-        check_format(&path)?;
+        if !read_format(&path)? {
+            let format = path.join(FORMAT_FILE);
+            fs::write(&format, format!("{FORMAT}\n")).map_err(|error| unusable(&format, &error))?;
+        }
         Ok(Self { path, _lock: lock })
     }
 
@@ -57,21 +77,14 @@ impl DataDir {
 
     /// Where the API key's text is.
     pub(crate) fn key_file(&self) -> PathBuf {
-        self.join("api-key")
+        self.join(KEY_FILE)
     }
 
     /// The API key in the key file; made, and `true`, if there is none.
     pub(crate) fn api_key(&self) -> Result<(Secret, bool), Failure> {
         let path = self.key_file();
-        match fs::read_to_string(&path) {
-            Ok(text) if is_key(text.trim()) => return Ok((Secret::new(text.trim()), false)),
-            Ok(_) => {
-                let message = format!("{} holds no API key: one line of 20 to 256 visible characters", path.display());
-                return Err(Failure::new("bad_api_key", message)
-                    .hint("put the key back, or remove the file: a new key is made at the next start"));
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(Failure::host(format!("read {}", path.display()), error)),
+        if let Some(key) = read_key(&path)? {
+            return Ok((key, false));
         }
         let key = Secret::random_hex("e2b_", 20);
         self.write(&path, format!("{}\n", key.expose()).as_bytes(), 0o600)?;
@@ -123,11 +136,19 @@ fn take_lock(directory: &Path) -> Result<Flock<File>, Failure> {
         Err((mut file, nix::errno::Errno::EWOULDBLOCK)) => {
             let mut pid = String::new();
             let _ = file.read_to_string(&mut pid);
-            let message = format!("{} is in use by another server, pid {}", directory.display(), pid.trim());
-            Err(Failure::new("data_dir_in_use", message).hint("stop that one, or name another --data-dir"))
+            Err(in_use(directory, pid.trim()))
         }
         Err((_, error)) => Err(Failure::host(format!("lock {}", path.display()), error)),
     }
+}
+
+fn in_use(directory: &Path, pid: &str) -> Failure {
+    Failure::new("data_dir_in_use", format!("{} is in use by another server, pid {pid}", directory.display()))
+        .hint("stop that one, or name another --data-dir")
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path).map_err(|error| Failure::host(format!("find {}", path.display()), error))
 }
 
 /// The pid of the server that holds the directory.
@@ -142,29 +163,42 @@ pub(crate) fn holder(directory: &Path) -> Option<u32> {
     }
 }
 
-fn check_format(directory: &Path) -> Result<(), Failure> {
-    let path = directory.join("format");
+/// Whether the directory says that it has the layout this build knows; an error if it says another.
+fn read_format(directory: &Path) -> Result<bool, Failure> {
+    let path = directory.join(FORMAT_FILE);
     let text = match fs::read_to_string(&path) {
         Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return fs::write(&path, format!("{FORMAT}\n")).map_err(|error| unusable(&path, &error));
-        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(unusable(&path, &error)),
     };
     match text.trim().parse::<u32>() {
-        Ok(FORMAT) => Ok(()),
-        Ok(found) if found > FORMAT => {
-            let message = format!(
-                "{} was written by a newer stockade (format {found}, this one knows {FORMAT})",
-                directory.display()
-            );
-            Err(Failure::new("data_dir_too_new", message).hint("use that version, or name another --data-dir"))
-        }
+        Ok(FORMAT) => Ok(true),
+        Ok(found) if found > FORMAT => Err(too_new(directory, &format!("format {found}, this one knows {FORMAT}"))),
         _ => {
             let message = format!("{} does not hold a format number but {:?}", path.display(), text.trim());
             Err(Failure::new("data_dir_damaged", message)
                 .hint("is it a data directory of stockade? name another --data-dir"))
         }
+    }
+}
+
+/// A newer version was here: what it wrote is left alone.
+pub(super) fn too_new(directory: &Path, versions: &str) -> Failure {
+    let message = format!("{} was written by a newer stockade ({versions})", directory.display());
+    Failure::new("data_dir_too_new", message).hint("use that version, or name another --data-dir")
+}
+
+/// The key in a key file; `None` if there is no file.
+fn read_key(path: &Path) -> Result<Option<Secret>, Failure> {
+    match fs::read_to_string(path) {
+        Ok(text) if is_key(text.trim()) => Ok(Some(Secret::new(text.trim()))),
+        Ok(_) => {
+            let message = format!("{} holds no API key: one line of 20 to 256 visible characters", path.display());
+            Err(Failure::new("bad_api_key", message)
+                .hint("put the key back, or remove the file: a new key is made at the next start"))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Failure::host(format!("read {}", path.display()), error)),
     }
 }
 

@@ -1,7 +1,8 @@
 //! `stockade up`: from a directory to a server.
 //!
 //! ```text
-//! take the data directory and the ports          what is wrong shows before anything long begins
+//! look at the arguments and the data directory   what is wrong shows before anything is made
+//! take the ports and the data directory          its records are opened, its key is there
 //! prepare: kernel, initramfs, base root disk     once; kept in the cache
 //! start the engine and the service               adopts the machines an earlier server left
 //! make sure of the base template                 booted once; kept as disk + warm memory
@@ -16,16 +17,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use stockade_api::{ServeConfig, Server, Tls};
+use stockade_api::{ServeConfig, Server};
 use stockade_engine::Engine;
 use stockade_images::Images;
 use stockade_model::Prices;
 use stockade_service::{NetworkConfig, Service, ServiceConfig};
-use stockade_store::{Archive, SecretFile, Store};
-use tokio::{
-    net::TcpListener,
-    signal::unix::{SignalKind, signal},
-};
+use stockade_store::{Archive, SecretFile, Store, StoreError};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     args::{Common, Up},
@@ -35,6 +33,7 @@ use crate::{
     ui::Ui,
 };
 
+mod checks;
 pub(crate) mod data_dir;
 pub(crate) mod engine;
 mod greeting;
@@ -53,16 +52,21 @@ const GRACE: Duration = Duration::from_secs(10);
 pub(crate) async fn up(common: &Common, args: Up, ui: Ui) -> Result<(), Failure> {
     start_log();
     let begun = Instant::now();
-    let data_dir = DataDir::take(&common.data_dir.clone().unwrap_or_else(default_data_dir))?;
-    // Left by a server that was killed: nobody must take it for ours.
-    data_dir.remove_ready();
+    let checked = checks::check(&common.data_dir.clone().unwrap_or_else(default_data_dir), &args)?;
     let http = listen::listen(args.http, "--http").await?;
     let https = listen::listen(args.https, "--https").await?;
+    let data_dir = DataDir::take(&checked.data_dir)?;
+    // Left by a server that was killed: nobody must take it for ours.
+    data_dir.remove_ready();
+    let store = open_store(&data_dir).await?;
+    data_dir.api_key()?;
     let cache = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
     let mut stop = Stop::listen()?;
-    let prepared = stop.or(prepare(&data_dir, &cache, &args, ui)).await;
+    let prepared = stop.or(prepare(&data_dir, &cache, &args, (store, checked.network), ui)).await;
     let Some(Prepared { service, accel }) = prepared.transpose()? else { return Ok(()) };
-    let server = serve(&data_dir, &args, http, https, service.clone())?;
+    let config = ServeConfig { http, https: Some((https, checked.tls)), base_domain: args.base_domain.clone() };
+    let server = stockade_api::serve(config, service.clone());
+    let server = server.map_err(|error| Failure::new("cannot_serve", chain(&error)))?;
     let ready = ready(&data_dir, &args, &server, accel);
     let announced = stop.or(announce(&data_dir, &ready, &args, begun, ui)).await.transpose();
     if let Ok(Some(())) = announced {
@@ -81,7 +85,13 @@ struct Prepared {
 }
 
 /// All that takes long the first time.
-async fn prepare(data_dir: &DataDir, cache: &Path, args: &Up, ui: Ui) -> Result<Prepared, Failure> {
+async fn prepare(
+    data_dir: &DataDir,
+    cache: &Path,
+    args: &Up,
+    kept: (Store, NetworkConfig),
+    ui: Ui,
+) -> Result<Prepared, Failure> {
     let display = Display::new(ui);
     let images = Images::open(cache).map_err(template::image_failure)?;
     let boot = images.boot_files(GUEST_AGENT, &display).await.map_err(template::image_failure)?;
@@ -89,7 +99,7 @@ async fn prepare(data_dir: &DataDir, cache: &Path, args: &Up, ui: Ui) -> Result<
     display.begin("starting the engine");
     let engine = engine::open(data_dir.path(), &data_dir.join("kernel"), args.accel).await?;
     let info = engine.info();
-    let service = start_service(data_dir, engine.clone(), args).await?;
+    let service = start_service(data_dir, engine.clone(), args, kept).await?;
     let workshop = template::Workshop {
         service: &service,
         engine: engine.as_ref(),
@@ -106,14 +116,23 @@ async fn prepare(data_dir: &DataDir, cache: &Path, args: &Up, ui: Ui) -> Result<
     Ok(Prepared { service, accel: info.accelerator.to_string() })
 }
 
-async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -> Result<Service, Failure> {
-    let store_failed = |error: stockade_store::StoreError| Failure::new("store_failed", chain(&error));
-    let secret = SecretFile::open_or_create(&data_dir.join("secret")).map_err(store_failed)?;
-    let store = Store::open(&data_dir.join("stockade.db"), secret).await.map_err(store_failed)?;
-    let network = match &args.network {
-        Some(path) => read_network(path)?,
-        None => NetworkConfig::default(),
+async fn open_store(data_dir: &DataDir) -> Result<Store, Failure> {
+    let failed = |error: StoreError| match error {
+        StoreError::NewerDatabase { database, build, .. } => {
+            data_dir::too_new(data_dir.path(), &format!("database version {database}, this one knows {build}"))
+        }
+        error => Failure::new("store_failed", chain(&error)),
     };
+    let secret = SecretFile::open_or_create(&data_dir.join("secret")).map_err(failed)?;
+    Store::open(&data_dir.join("stockade.db"), secret).await.map_err(failed)
+}
+
+async fn start_service(
+    data_dir: &DataDir,
+    engine: Arc<dyn Engine>,
+    args: &Up,
+    (store, network): (Store, NetworkConfig),
+) -> Result<Service, Failure> {
     let prices = Prices {
         vcpu_second: args.prices.price_vcpu_second,
         memory_gib_second: args.prices.price_memory_gib_second,
@@ -138,31 +157,8 @@ async fn start_service(data_dir: &DataDir, engine: Arc<dyn Engine>, args: &Up) -
     let service = Service::start(config).await.map_err(failed)?;
     let (key, _) = data_dir.api_key()?;
     let workspace = service.default_workspace().await.map_err(failed)?;
-    service.import_api_key(&workspace, "first", &key).await.map_err(failed)?;
+    service.take_key_file(&workspace, &key).await.map_err(failed)?;
     Ok(service)
-}
-
-fn read_network(path: &Path) -> Result<NetworkConfig, Failure> {
-    let text = std::fs::read(path).map_err(|error| Failure::host(format!("read {}", path.display()), error))?;
-    serde_json::from_slice(&text).map_err(|error| {
-        Failure::new("bad_network_file", format!("{}: {error}", path.display()))
-            .hint("docs/network.md describes the file")
-    })
-}
-
-fn serve(
-    data_dir: &DataDir,
-    args: &Up,
-    http: TcpListener,
-    https: TcpListener,
-    service: Service,
-) -> Result<Server, Failure> {
-    let tls = match (&args.tls_cert, &args.tls_key) {
-        (Some(certificate), Some(key)) => Tls::Files { certificate: certificate.clone(), key: key.clone() },
-        _ => Tls::OwnCa { directory: data_dir.join("tls") },
-    };
-    let config = ServeConfig { http, https: Some((https, tls)), base_domain: args.base_domain.clone() };
-    stockade_api::serve(config, service).map_err(|error| Failure::new("cannot_serve", chain(&error)))
 }
 
 fn ready(data_dir: &DataDir, args: &Up, server: &Server, accel: String) -> Ready {

@@ -1,5 +1,8 @@
 //! What the program says when it is used wrongly, and when there is no server.
 
+use std::os::unix::ffi::OsStrExt as _;
+
+use stockade_store::{SecretFile, Store};
 use tempfile::TempDir;
 
 use crate::support::{TestServer, run, stockade};
@@ -119,10 +122,64 @@ async fn what_up_cannot_use_is_named_before_anything_is_made() {
              hint: choose another with --http or STOCKADE_HTTP; port 0 takes a free one\n"
         )
     );
+    assert!(!data_dir.exists(), "nothing is left behind");
+    let port = ["--http", "127.0.0.1:0", "--https", "127.0.0.1:0"];
+    let nothing = place.path().join("nothing");
+    let nothing = nothing.to_str().expect("UTF-8");
+    for (more, code, exit) in [
+        (&["--base-domain", "not a domain"][..], "invalid_argument", 2),
+        (&["--base-domain", "http://x.example"], "invalid_argument", 2),
+        (&["--http", "127.0.0.1:9", "--https", "127.0.0.1:9"], "invalid_argument", 2),
+        (&["--archive", "gs://bucket"], "invalid_argument", 2),
+        (&["--network", nothing], "host_error", 1),
+        (&["--tls-cert", nothing, "--tls-key", nothing], "cannot_serve", 1),
+    ] {
+        let addresses = if more.contains(&"--http") { &[][..] } else { &port };
+        let all = [&["up", "--json", "--data-dir", data], addresses, more].concat();
+        let ran = run(stockade(&all), b"").await;
+        let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+        assert_eq!((ran.code, error["error"]["code"].as_str()), (Some(exit), Some(code)), "{more:?} {error}");
+        assert!(!data_dir.exists(), "{more:?}");
+    }
+    let mut command = stockade(&[&["up", "--json"][..], &port].concat());
+    command.arg("--data-dir").arg(place.path().join(std::ffi::OsStr::from_bytes(b"\xff")));
+    let ran = run(command, b"").await;
+    assert!(ran.code == Some(2) && ran.stderr.contains("is not UTF-8"), "{ran:?}");
+    assert_eq!(std::fs::read_dir(place.path()).expect("a directory").count(), 0);
+}
+
+#[tokio::test]
+async fn a_data_directory_that_cannot_be_used_is_refused_and_left_alone() {
+    let place = TempDir::new().expect("a directory");
+    let data_dir = place.path();
+    let data = data_dir.to_str().expect("UTF-8");
+    let up = async || {
+        let all = ["up", "--json", "--data-dir", data, "--http", "127.0.0.1:0", "--https", "127.0.0.1:0"];
+        let ran = run(stockade(&all), b"").await;
+        let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+        assert_eq!(ran.code, Some(1), "{error}");
+        error["error"]["code"].as_str().expect("a code").to_owned()
+    };
+    let there = || std::fs::read_dir(data_dir).expect("a directory").count();
     std::fs::write(data_dir.join("format"), "99\n").expect("a file");
-    let ran = run(stockade(&["up", "--data-dir", data, "--http", "127.0.0.1:0", "--json"]), b"").await;
-    let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
-    assert_eq!((ran.code, error["error"]["code"].as_str()), (Some(1), Some("data_dir_too_new")));
+    assert_eq!((up().await.as_str(), there()), ("data_dir_too_new", 1));
+    std::fs::write(data_dir.join("format"), "1\n").expect("a file");
+    std::fs::write(data_dir.join("api-key"), "short\n").expect("a file");
+    assert_eq!((up().await.as_str(), there()), ("bad_api_key", 2));
+    std::fs::remove_file(data_dir.join("api-key")).expect("removed");
+
+    // Records of a newer version.
+    let secret = SecretFile::open_or_create(&data_dir.join("secret")).expect("a secret");
+    let database = data_dir.join("stockade.db");
+    Store::open(&database, secret).await.expect("a store").close().await;
+    let pool = sqlx::SqlitePool::connect(&format!("sqlite://{}", database.display())).await.expect("connected");
+    let later = "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time) \
+                 VALUES (9999, 'later', 1, x'00', 0)";
+    sqlx::query(later).execute(&pool).await.expect("written");
+    pool.close().await;
+    assert_eq!(up().await, "data_dir_too_new");
+    assert!(!data_dir.join("cache").exists());
+
     let ran = run(stockade(&["up", "--data-dir", "/proc/stockade"]), b"").await;
     assert_eq!(ran.code, Some(1));
     assert!(ran.stderr.contains("/proc/stockade") && ran.stderr.contains("hint: name a directory"), "{}", ran.stderr);

@@ -19,11 +19,23 @@ async fn a_key_opens_its_workspace_until_it_is_revoked() {
 }
 
 #[tokio::test]
-async fn importing_a_key_again_changes_nothing() {
+async fn the_key_in_the_file_counts_and_the_one_it_replaced_does_not() {
     let t = TestServer::start().await;
-    let key = Secret::random_hex("e2b_", 20);
-    let first = t.service.import_api_key(&t.who.workspace, "file", &key).await.expect("imported");
-    assert_eq!(t.service.import_api_key(&t.who.workspace, "file", &key).await.expect("again"), first);
+    let [first, second] = [(); 2].map(|()| Secret::random_hex("e2b_", 20));
+    let opens = async |key: &Secret| t.service.authenticate(key.expose()).await.expect("looked up").is_some();
+    let (_, other) = t.service.create_api_key(&t.who.workspace, "ci").await.expect("made");
+    let id = t.service.take_key_file(&t.who.workspace, &first).await.expect("taken");
+    assert_eq!(t.service.take_key_file(&t.who.workspace, &first).await.expect("again"), id);
+    t.service.take_key_file(&t.who.workspace, &second).await.expect("replaced");
+    assert_eq!((opens(&first).await, opens(&second).await, opens(&other).await), (false, true, true));
+    assert_eq!(t.service.take_key_file(&t.who.workspace, &first).await.expect("put back"), id);
+    assert_eq!((opens(&first).await, opens(&second).await, opens(&other).await), (true, false, true));
+
+    // Of a key that was made otherwise the file takes nothing away when it leaves it again.
+    t.service.take_key_file(&t.who.workspace, &other).await.expect("taken");
+    t.service.take_key_file(&t.who.workspace, &first).await.expect("put back");
+    assert_eq!((opens(&first).await, opens(&other).await), (true, true));
     let stranger = t.stranger().await;
-    assert!(t.service.import_api_key(&stranger.workspace, "file", &key).await.is_err(), "it has an owner");
+    assert!(t.service.take_key_file(&stranger.workspace, &first).await.is_err(), "it has an owner");
+    assert!(t.service.create_api_key(&t.who.workspace, "first").await.is_err(), "the name is the file's");
 }

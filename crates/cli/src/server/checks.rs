@@ -1,0 +1,53 @@
+//! What can be seen to be wrong before anything is made: a server that will not start leaves nothing behind.
+
+use std::path::{Path, PathBuf};
+
+use stockade_api::Tls;
+use stockade_service::NetworkConfig;
+use stockade_store::Archive;
+
+use super::data_dir::DataDir;
+use crate::{
+    args::Up,
+    failure::{BAD_USAGE, Failure, chain},
+};
+
+/// Arguments that make sense.
+pub(super) struct Checked {
+    pub(super) data_dir: PathBuf,
+    pub(super) network: NetworkConfig,
+    pub(super) tls: Tls,
+}
+
+/// Looks at all that was typed. Whether the ports are free shows when they are taken.
+pub(super) fn check(data_dir: &Path, args: &Up) -> Result<Checked, Failure> {
+    let base_domain =
+        stockade_api::check_base_domain(&args.base_domain).map_err(|error| bad("--base-domain", &error))?;
+    if args.http == args.https && args.http.port() != 0 {
+        let message = format!("--http and --https are the same address, {}", args.http);
+        return Err(Failure::new("invalid_argument", message).hint("HTTPS needs a port of its own").exit(BAD_USAGE));
+    }
+    if let Some(url) = &args.archive {
+        Archive::check(url).map_err(|error| bad("--archive", &error))?;
+    }
+    let network = args.network.as_deref().map(read_network).transpose()?.unwrap_or_default();
+    let data_dir = DataDir::check(data_dir)?;
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(certificate), Some(key)) => Tls::Files { certificate: certificate.clone(), key: key.clone() },
+        _ => Tls::OwnCa { directory: data_dir.join("tls") },
+    };
+    tls.check(&base_domain).map_err(|error| Failure::new("cannot_serve", chain(&error)))?;
+    Ok(Checked { data_dir, network, tls })
+}
+
+fn bad(option: &str, error: &dyn std::error::Error) -> Failure {
+    Failure::new("invalid_argument", format!("{option}: {}", chain(error))).exit(BAD_USAGE)
+}
+
+fn read_network(path: &Path) -> Result<NetworkConfig, Failure> {
+    let text = std::fs::read(path).map_err(|error| Failure::host(format!("read {}", path.display()), error))?;
+    serde_json::from_slice(&text).map_err(|error| {
+        Failure::new("bad_network_file", format!("{}: {error}", path.display()))
+            .hint("docs/network.md describes the file")
+    })
+}
