@@ -8,6 +8,7 @@ mod kill_minus_nine;
 mod lifecycle;
 mod lifecycle_forks;
 mod lifecycle_kills;
+mod lifecycle_link;
 mod lifecycle_streams;
 mod lua;
 mod network;

@@ -35,6 +35,8 @@ pub struct ServiceConfig {
     pub step_patience: Duration,
     /// How long taking a snapshot may take, writing it out included.
     pub snapshot_patience: Duration,
+    /// How long a guest may take to answer in a new session before another one is tried; each time twice as long.
+    pub first_answer_patience: Duration,
     /// Children one fork may make.
     pub max_fork: u32,
     /// How long the record of an ended sandbox is kept.
@@ -75,6 +77,7 @@ impl ServiceConfig {
             snapshot_patience: Duration::from_secs(600),
             max_fork: 100,
             keep_ended: Duration::from_secs(7 * 24 * 3600),
+            first_answer_patience: Duration::from_secs(4),
             metrics_period: Duration::from_secs(5),
             meter_period: Duration::from_secs(5),
             archive: None,

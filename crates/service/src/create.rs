@@ -183,9 +183,7 @@ pub(crate) async fn bring_up(
             None => Told::default(),
         };
         machine.resume().await?;
-        let guest = machine.guest().await?;
-        guest.set_identity(&identity(core.clock().now(), sandbox, template, told)).await?;
-        Ok(())
+        introduce(core, machine, || identity(core.clock().now(), sandbox, template, told.clone())).await
     };
     let patience = core.config.step_patience;
     tokio::select! {
@@ -198,6 +196,22 @@ pub(crate) async fn bring_up(
         }
         // Safe to cut: a machine that is not brought up is removed, whatever it was doing.
         () = cancel.cancelled() => Err(Unmade::Cancelled),
+    }
+}
+
+/// Gives a guest its identity, in a session that stands. A guest may have answered the hello of a session and given it up
+/// since; it would never answer what is said in it. So no answer in a while means another session, and after
+/// each a longer while: a guest that is merely slow comes to its end, too.
+async fn introduce(core: &Core, machine: &Arc<dyn Machine>, identity: impl Fn() -> Identity) -> Result<(), Unmade> {
+    let mut patience = core.config.first_answer_patience;
+    loop {
+        let guest = machine.guest().await?;
+        match tokio::time::timeout(patience, guest.set_identity(&identity())).await {
+            Ok(told) => return Ok(told?),
+            Err(_) => guest.close(),
+        }
+        warn!(machine = %machine.id(), ?patience, "no answer in the guest's session, trying another");
+        patience *= 2;
     }
 }
 

@@ -20,7 +20,7 @@ use crate::{
 const NAMES_PERIOD: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// What a guest is told after its machine was attached.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Told {
     pub(crate) network: Option<machine::Network>,
     /// Tokens for its environment.

@@ -47,6 +47,17 @@ async fn a_guest_that_never_answers_fails_the_create_in_bounded_time() {
 }
 
 #[tokio::test]
+async fn a_guest_that_gave_up_its_first_session_answers_in_another() {
+    let t = TestServer::start_with(|config| config.first_answer_patience = Duration::from_millis(50)).await;
+    // Its link has answered a hello and then nothing more; the next ones work.
+    let mut lost = t.host.hang(Step::Identity, Moment::Before);
+    let sandbox = t.create().await;
+    lost.reached().await;
+    t.service.guest(&t.who, &sandbox.id).await.expect("guest").health().await.expect("healthy");
+    t.assert_nothing_stray().await;
+}
+
+#[tokio::test]
 async fn a_start_that_takes_too_long_is_reaped_behind_the_callers_back() {
     let t = TestServer::start_with(|config| config.step_patience = Duration::from_millis(50)).await;
     let _hang = t.host.hang(Step::Start, Moment::After);
