@@ -39,6 +39,7 @@ const POLL: Duration = Duration::from_millis(20);
 pub struct TestServer {
     data: TempDir,
     arguments: Vec<String>,
+    environment: Vec<(String, String)>,
     running: Option<Running>,
     client: Client,
     cgroup_prefix: Option<String>,
@@ -82,13 +83,19 @@ impl TestServer {
     pub async fn start_with(arguments: &[&str]) -> Self {
         // On the file system of the cache, so that templates are linked and not copied; a short path,
         // because sockets have paths, too.
-        let parent = target_directory().join("t");
-        fs::create_dir_all(&parent).expect("the target directory is ours");
-        clear_up_after_the_dead(&parent);
+        Self::start_in(&target_directory().join("t"), arguments, &[]).await
+    }
+
+    /// The same with its data directory in a directory of the test's choice, and more in its environment.
+    pub async fn start_in(parent: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
+        fs::create_dir_all(parent).expect("the directory is ours");
+        clear_up_after_the_dead(parent);
         let data = tempfile::Builder::new().prefix("").rand_bytes(8).tempdir_in(parent).expect("it can be created");
         fs::write(data.path().join(OWNER), std::process::id().to_string()).expect("it can be written to");
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        let mut server = Self { data, arguments, running: None, client: Client::new(), cgroup_prefix: None };
+        let environment = environment.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let mut server =
+            Self { data, arguments, environment, running: None, client: Client::new(), cgroup_prefix: None };
         server.start_again().await;
         server
     }
@@ -100,6 +107,7 @@ impl TestServer {
         let mut child = Command::new(stockade_program())
             .args(["up", "--http", "127.0.0.1:0", "--https", "127.0.0.1:0", "--no-self-check"])
             .args(&self.arguments)
+            .envs(self.environment.iter().map(|(name, value)| (name, value)))
             .env("STOCKADE_DATA_DIR", self.data_dir())
             .env("STOCKADE_TEMPLATE_CACHE", target_directory().join("template-cache"))
             .stdin(Stdio::null())

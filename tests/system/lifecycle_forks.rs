@@ -11,7 +11,7 @@ use crate::lifecycle::{check_clock, check_counter, start_counter};
 /// Generations of forks.
 const DEPTH: usize = 6;
 
-async fn fork<'a>(server: &'a TestServer, parent: &Sandbox<'_>, body: Value) -> Vec<Sandbox<'a>> {
+pub(crate) async fn fork<'a>(server: &'a TestServer, parent: &Sandbox<'_>, body: Value) -> Vec<Sandbox<'a>> {
     let forked = parent.verb("fork", body).await;
     let items = forked["items"].as_array().expect("a list");
     items

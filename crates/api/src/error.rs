@@ -236,6 +236,12 @@ impl From<EngineError> for ApiError {
             EngineError::Unsupported { .. } => {
                 internal("host_unsupported", message).hint("`stockade doctor` says what would mend it")
             }
+            EngineError::Host { ref source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, "no_capacity", "the host's disk is full")
+                    .hint("delete snapshots or end sandboxes that are no longer needed, or give the host more")
+                    .retry_after(Duration::from_secs(5))
+                    .caused_by(error)
+            }
             EngineError::Host { .. } => internal("host_failed", "the host refused something the sandbox needs".into())
                 .hint("the server's log says what; `stockade doctor` checks the host")
                 .caused_by(error),

@@ -31,7 +31,7 @@ use super::{
     link_gate::LinkGate,
     machine_dir::{LINK, MachineDir, Processes, Record},
     memory::SealedMemory,
-    network,
+    network, no_room,
     qmp::{CLOSED, Qmp},
     remains::Remains,
     snapshot,
@@ -65,6 +65,8 @@ pub(crate) struct Inner {
     console: Tail,
     complaints: Tail,
     was_killed: AtomicBool,
+    /// What `resume` and `pause` last asked for.
+    pub(crate) is_meant_to_run: AtomicBool,
     exit: watch::Sender<Option<MachineExit>>,
     session: Mutex<Option<GuestClient>>,
     /// Kept as long as a machine maps it, so that the next machine shares it.
@@ -116,11 +118,13 @@ impl QemuMachine {
             console,
             complaints,
             was_killed: AtomicBool::new(false),
+            is_meant_to_run: AtomicBool::new(false),
             exit: watch::channel(None).0,
             session: Mutex::new(None),
             _memory: memory,
             _image: image,
         });
+        tokio::spawn(no_room::watch(Arc::downgrade(&inner), inner.qmp.events()));
         tokio::spawn(inner.clone().watch_for_end(events, child));
         Self { inner }
     }
@@ -262,11 +266,13 @@ impl Machine for QemuMachine {
 
     async fn resume(&self) -> Result<(), EngineError> {
         let _busy = self.inner.busy.lock().await;
+        self.inner.is_meant_to_run.store(true, Ordering::Release);
         self.inner.command("cont", json!({})).await.map(drop)
     }
 
     async fn pause(&self) -> Result<(), EngineError> {
         let _busy = self.inner.busy.lock().await;
+        self.inner.is_meant_to_run.store(false, Ordering::Release);
         self.inner.command("stop", json!({})).await.map(drop)
     }
 

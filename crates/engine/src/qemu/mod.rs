@@ -5,7 +5,8 @@
 //! restore.rs   makes a machine from it, adopts one that runs              (machine_dir.rs: its record)
 //! snapshot.rs  keeps a running machine's memory (pages.rs, page_map.rs) and disk (disk.rs, layers.rs)
 //!              (snapshot_dir.rs: the directory); images.rs holds what machines are started from
-//! machine.rs   one machine in our hands; link_gate.rs its link; network.rs its NIC; usage.rs what it holds; remains.rs ends it
+//! machine.rs   one machine in our hands; link_gate.rs its link; network.rs its NIC; usage.rs what it holds; remains.rs ends it;
+//!              no_room.rs a full host disk
 //! launch.rs    one emulator: command_line.rs inside jail.rs (runtime_root.rs: all it sees) in cgroup.rs
 //! qmp.rs       its control channel; tail.rs its console; process.rs its process; memory.rs its memory
 //! probe.rs     whether KVM really works here
@@ -41,6 +42,7 @@ mod machine_dir;
 mod manifest;
 mod memory;
 mod network;
+mod no_room;
 mod page_map;
 mod pages;
 mod probe;

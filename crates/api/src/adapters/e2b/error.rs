@@ -98,6 +98,16 @@ impl From<ServiceError> for HttpError {
                 retry_after_seconds: Some(5),
                 ..Self::new(StatusCode::SERVICE_UNAVAILABLE, engine.to_string())
             },
+            ServiceError::Engine(EngineError::Host { ref source, .. })
+                if source.kind() == std::io::ErrorKind::StorageFull =>
+            {
+                tracing::error!(error = chain(&error), "an E2B request failed");
+                Self {
+                    error_code: Some("sandbox_capacity_unavailable"),
+                    retry_after_seconds: Some(5),
+                    ..Self::new(StatusCode::SERVICE_UNAVAILABLE, "the host's disk is full".to_owned())
+                }
+            }
             other => {
                 let chain = chain(&other);
                 tracing::error!(error = chain, "an E2B request failed");
