@@ -6,6 +6,7 @@ mod e2b_sdk;
 mod field_cases;
 mod kill_minus_nine;
 mod lifecycle;
+mod lifecycle_archive;
 mod lifecycle_faults;
 mod lifecycle_forks;
 mod lifecycle_kills;

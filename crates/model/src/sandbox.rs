@@ -237,7 +237,7 @@ pub struct IdleRules {
     pub standby_after: Option<Duration>,
     /// Into hibernation.
     pub hibernate_after: Option<Duration>,
-    /// Into the archive, once it is hibernated.
+    /// Into the archive, once it is hibernated or stopped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub archive_after: Option<Duration>,
     /// Its end, whatever tier it is in by then, stopped included.

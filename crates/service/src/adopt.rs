@@ -8,7 +8,8 @@
 //! | pausing | the pause is undone: runs on, or stands by if it did | paused or stopped if its directory is whole, else `gone` |
 //! | paused, standby | halted, adopted | `gone`, host lost |
 //! | paused, hibernated; stopped | (none in the record) | adopted if its directory is there, else `gone` |
-//! | paused or resuming, archived | (none in the record) | adopted: paused, archived |
+//! | paused or stopped, archived | (none in the record) | adopted as it is |
+//! | resuming, archived (of an earlier version) | reaped, paused | paused |
 //! | resuming, machine whole | brought up | back to its directory |
 //! | resuming | reaped, back to its directory | back to its directory |
 //!
@@ -190,7 +191,9 @@ async fn find_place(
             saved(core, sandbox).await
         }
         // That it is there is found out when it is wanted: asking for each would keep the server from starting.
-        (SandboxState::Paused, None) if sandbox.tier == Some(Tier::Archived) => Some((sandbox, Place::Saved)),
+        (SandboxState::Paused | SandboxState::Stopped, None) if sandbox.tier == Some(Tier::Archived) => {
+            Some((sandbox, Place::Saved))
+        }
         (SandboxState::Paused | SandboxState::Stopped, None) => {
             let is_there = |id| core.dirs.path(Kind::Paused, id).is_dir();
             sandbox.saved.as_ref().is_some_and(is_there).then_some((sandbox, Place::Saved))

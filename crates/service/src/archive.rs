@@ -1,13 +1,13 @@
 //! Into the archive and back.
 //!
 //! ```text
-//! archived:  record `pausing` -> directory into the archive -> record `paused`, archived -> directory removed
-//! back:      record `resuming` -> directory out of the archive, checked -> record that it is here (tier
-//!            `hibernated`) -> as from hibernation -> removed from the archive
+//! archived:  directory into the archive -> record that it is there (tier `archived`) -> directory removed
+//! back:      directory out of the archive, checked -> record that it is here -> removed from the archive
 //! ```
 //!
-//! Until the second record the directory is what counts, in either direction; what is in the archive without a
-//! record that says so is swept by the next server.
+//! One that is hibernated or stopped goes there as what it is: its state stays, its tier says where it is kept. Until the
+//! record says so nothing has moved, in either direction; what is in the archive without a record that says so, and what
+//! is here of a sandbox that is there, is swept by the next server.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -26,19 +26,16 @@ use crate::{
 };
 
 impl Owner {
-    /// From hibernation.
+    /// From hibernation, or from where it was stopped.
     pub(crate) async fn archive(&mut self) -> Moved {
         let core = Arc::clone(&self.core);
         let _move = core.begin_move();
         let (archive, saved) = match (core.archive(), self.sandbox.saved.clone()) {
             (Ok(archive), Some(saved)) => (archive, saved),
             (Err(error), _) => return Err((Place::Saved, error)),
-            (Ok(_), None) => unreachable!("a hibernated sandbox is saved"),
+            (Ok(_), None) => unreachable!("a sandbox without a machine is saved"),
         };
-        if let Err(error) = self.put(Sandbox { state: SandboxState::Pausing, ..self.sandbox.clone() }).await {
-            return Err((Place::Saved, error));
-        }
-        self.show(None);
+        self.show_as(SandboxState::Pausing);
         let directory = core.dirs.path(Kind::Paused, &saved);
         let cancel = CancellationToken::new();
         let work = bounded(core.config.snapshot_patience, &cancel, archive.put(&saved, &directory));
@@ -46,28 +43,22 @@ impl Owner {
         if let Some(killer) = killed {
             return Ok(self.killed(None, killer));
         }
-        let bytes = match put {
-            Ok(bytes) => bytes,
-            Err(unmade) => return self.stay_hibernated(unmade.into_error()).await,
+        let recorded = match put {
+            Ok(bytes) => self.put(Sandbox { tier: Some(Tier::Archived), ..self.sandbox.clone() }).await.map(|()| bytes),
+            Err(unmade) => Err(unmade.into_error()),
         };
-        let archived = Sandbox { state: SandboxState::Paused, tier: Some(Tier::Archived), ..self.sandbox.clone() };
-        if let Err(error) = self.put(archived).await {
-            return self.stay_hibernated(error).await;
-        }
+        self.show(None);
+        let bytes = match recorded {
+            Ok(bytes) => bytes,
+            // The directory is whole.
+            Err(error) => return Err((Place::Saved, error)),
+        };
         info!(%saved, bytes, "archived");
         core.meter.enter(&self.sandbox, None, bytes, self.changed_at);
-        self.show(None);
         if let Err(error) = core.dirs.remove(Kind::Paused, &saved).await {
             warn!(%saved, error = &error as &dyn std::error::Error, "saved state not removed; the next start does");
         }
         Ok(Place::Saved)
-    }
-
-    /// The directory is whole.
-    async fn stay_hibernated(&mut self, error: ServiceError) -> Moved {
-        self.put_for_certain(Sandbox { state: SandboxState::Paused, ..self.sandbox.clone() }).await;
-        self.show(None);
-        Err((Place::Saved, error))
     }
 }
 

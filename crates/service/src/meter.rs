@@ -391,7 +391,7 @@ fn read(machine: Option<&Arc<dyn Machine>>, saved_bytes: u64) -> Reading {
 fn word(state: SandboxState, tier: Option<Tier>) -> &'static str {
     match (state, tier) {
         (SandboxState::Paused, Some(Tier::Standby)) => "standby",
-        (SandboxState::Paused, Some(Tier::Archived)) => "archived",
+        (SandboxState::Paused | SandboxState::Stopped, Some(Tier::Archived)) => "archived",
         (SandboxState::Paused, _) => "hibernated",
         (state, _) => state.as_str(),
     }

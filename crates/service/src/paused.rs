@@ -64,7 +64,7 @@ impl Owner {
                         let moved = self.put_down(Arc::clone(machine), target).await;
                         return self.arrive(moved, reply);
                     }
-                    (None, Target::Archived) if self.sandbox.tier == Some(Tier::Hibernated) => {
+                    (None, Target::Archived) if self.sandbox.tier != Some(Tier::Archived) => {
                         let moved = self.archive().await;
                         return self.arrive(moved, reply);
                     }
@@ -178,7 +178,8 @@ async fn due(sandbox: &Sandbox, not_before: Option<Instant>, clock: &dyn Clock) 
     tokio::select! {
         biased;
         () = passed(sandbox.rules.idle.delete_after) => Due::Unused,
-        () = deeper, if matches!(sandbox.tier, Some(Tier::Standby | Tier::Hibernated)) => match sandbox.tier {
+        // Hibernated and stopped ones go the same way.
+        () = deeper, if sandbox.tier != Some(Tier::Archived) => match sandbox.tier {
             Some(Tier::Standby) => Due::Hibernate,
             _ => Due::Archive,
         },

@@ -4,6 +4,7 @@
 //! from standby:  resume -> link -> identity -> record `running`
 //! from files:    record `resuming` + machine -> start from the directory -> record that it is whole
 //!                -> resume -> link -> identity -> record `running` -> directory removed
+//! from the archive: first the directory (see archive.rs), then as from files
 //! ```
 //!
 //! The identity brings the clock up to date and fresh random numbers before anybody is served. A failure
@@ -80,6 +81,17 @@ impl Owner {
     async fn leave_saved(&mut self, lifetime: Option<Duration>, take: Take) -> Moved {
         let core = Arc::clone(&self.core);
         let saved = self.sandbox.saved.clone().expect("a sandbox without a machine is saved");
+        let cancel = CancellationToken::new();
+        if self.sandbox.tier == Some(Tier::Archived) {
+            let (brought, killed) = self.bring_from_archive(&saved, &cancel).await;
+            if let Some(killer) = killed {
+                return Ok(self.killed(None, killer));
+            }
+            if let Err(unmade) = brought {
+                self.show(None);
+                return Err((Place::Saved, unmade.into_error()));
+            }
+        }
         let has_memory = self.sandbox.tier.is_some() && take == Take::All;
         let machine = MachineId::random();
         let prepared = async {
@@ -95,16 +107,6 @@ impl Owner {
         };
         self.show(None);
         let directory = core.dirs.path(Kind::Paused, &saved);
-        let cancel = CancellationToken::new();
-        if self.sandbox.tier == Some(Tier::Archived) {
-            let (brought, killed) = self.bring_from_archive(&saved, &cancel).await;
-            if let Some(killer) = killed {
-                return Ok(self.killed(None, killer));
-            }
-            if let Err(unmade) = brought {
-                return self.back_to_saved(unmade.into_error()).await;
-            }
-        }
         let from = StartFrom::State { directory: &directory, take, of: StateOf::Sandbox(self.sandbox.id.clone()) };
         let start = create::start(&core, &machine, &template.directory, from, &cancel);
         let (started, killed) = self.attend(&cancel, start).await;
@@ -123,18 +125,23 @@ impl Owner {
         self.bring_back(machine, lifetime).await
     }
 
-    /// Its directory, out of the archive; then it is as one that is hibernated.
+    /// Its directory, out of the archive; then it is hibernated or stopped as it was before.
     async fn bring_from_archive(
         &mut self,
         saved: &SnapshotId,
         cancel: &CancellationToken,
     ) -> (Result<(), Unmade>, Option<Killer>) {
         let (core, of) = (Arc::clone(&self.core), self.sandbox.id.clone());
+        if let Err(error) = core.engine().check_capacity(&self.sandbox.shape) {
+            return (Err(error.into()), None);
+        }
+        self.show_as(SandboxState::Resuming);
         let (brought, killed) = self.attend(cancel, core.unarchive(&of, saved, cancel)).await;
         if killed.is_some() || brought.is_err() {
             return (brought, killed);
         }
-        let put = self.put(Sandbox { tier: Some(Tier::Hibernated), ..self.sandbox.clone() }).await;
+        let tier = (self.sandbox.state == SandboxState::Paused).then_some(Tier::Hibernated);
+        let put = self.put(Sandbox { tier, ..self.sandbox.clone() }).await;
         if put.is_ok() {
             // Should it go back to its directory from here on, the archive has no part in it.
             core.remove_from_archive_soon(saved.clone());

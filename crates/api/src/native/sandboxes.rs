@@ -83,7 +83,7 @@ pub(super) struct Idle {
     /// Seconds until it is hibernated: kept in files, at the price of its disk.
     #[serde(default)]
     hibernate_after_seconds: Option<f64>,
-    /// Seconds until it goes into the archive, once it is hibernated.
+    /// Seconds until it goes into the archive, once it is hibernated or stopped.
     #[serde(default)]
     archive_after_seconds: Option<f64>,
     /// Seconds until it ends, whatever tier it is in by then.
@@ -170,7 +170,7 @@ pub(super) struct SandboxView {
     id: String,
     template: TemplateRef,
     state: SandboxState,
-    /// Where it is kept while it is paused.
+    /// Where it is kept while it is paused; of a stopped one only that it is archived.
     tier: Option<Tier>,
     shape: MachineShape,
     metadata: BTreeMap<String, String>,
