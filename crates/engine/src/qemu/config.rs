@@ -14,8 +14,8 @@ use tokio::{process::Command, sync::Semaphore};
 use super::{
     Host,
     cgroup::{CgroupLimits, Cgroups},
+    checked_files::CheckedFiles,
     clock, command_line,
-    images::CheckedLayers,
     manifest::Needs,
     memory, probe, process,
     runtime_root::RuntimeRoot,
@@ -188,7 +188,7 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
         booting: Mutex::default(),
         snapshot_buffers: Arc::new(Semaphore::new(config.limits.snapshot_buffers_mib as usize)),
         limits: config.limits,
-        checked_layers: CheckedLayers::default(),
+        checked_files: CheckedFiles::default(),
         machines_dir,
         kernel,
         initramfs,

@@ -209,7 +209,7 @@ pub(crate) async fn freeze(inner: &Inner) -> Result<Vec<FrozenLayer>, EngineErro
     let (frozen, fresh): (Vec<Frozen>, Vec<FrozenLayer>) =
         joined(tokio::task::spawn_blocking(work).await).map_err(EngineError::host("freeze a disk layer"))?;
     for layer in &fresh {
-        inner.host.checked_layers.note(&inner.directory.layer(&layer.id), layer);
+        inner.host.checked_files.note(&inner.directory.layer(&layer.id), &layer.digest);
     }
     let layers = frozen.iter().filter_map(|layer| layer.known.clone()).collect();
     disk.frozen = frozen;

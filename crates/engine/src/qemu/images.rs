@@ -8,7 +8,6 @@
 use std::{
     collections::HashMap,
     fs::File,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Instant,
@@ -17,9 +16,9 @@ use std::{
 use tokio::sync::OnceCell;
 
 use super::{
+    checked_files::{CheckedFiles, Stamp, stamp},
     config::joined,
     launch::millis,
-    layers::{FrozenLayer, LayerId},
     memory::SealedMemory,
     pages::Run,
     snapshot_dir::{MAP, PAGES, SnapshotManifest},
@@ -28,9 +27,6 @@ use crate::EngineError;
 
 /// With so many snapshots known, those without a machine are forgotten.
 const MOST_IDLE: usize = 32;
-/// Layers up to this size are checked before a machine starts from them.
-const SMALL_LAYER_BYTES: u64 = 32 << 20;
-const MOST_CHECKED_LAYERS: usize = 4096;
 
 /// Snapshots in use.
 #[derive(Debug, Default)]
@@ -80,6 +76,7 @@ impl Images {
         &self,
         directory: &Path,
         manifest: &SnapshotManifest,
+        checked: &CheckedFiles,
     ) -> Result<Arc<SnapshotImage>, EngineError> {
         let stamps = [MAP, PAGES].map(|name| stamp(&directory.join(name)));
         let cell = {
@@ -92,18 +89,25 @@ impl Images {
             let key = Key { directory: directory.to_owned(), manifest: manifest.identity(), stamps };
             loaded.entry(key).or_default().clone()
         };
-        let image = cell.get_or_try_init(|| load(directory.to_owned(), manifest.clone())).await?;
+        let image = cell.get_or_try_init(|| load(directory.to_owned(), manifest.clone(), checked)).await?;
         Ok(image.clone())
     }
 }
 
-async fn load(directory: PathBuf, manifest: SnapshotManifest) -> Result<Arc<SnapshotImage>, EngineError> {
+async fn load(
+    directory: PathBuf,
+    manifest: SnapshotManifest,
+    checked: &CheckedFiles,
+) -> Result<Arc<SnapshotImage>, EngineError> {
     let begin = Instant::now();
+    let is_known = manifest.digest(PAGES).is_some_and(|digest| checked.knows(&directory.join(PAGES), digest));
     let work = move || {
         let runs = manifest.read_map(&directory)?;
         let path = directory.join(PAGES);
         let pages = File::open(&path).map_err(EngineError::host(format!("open {}", path.display())))?;
-        manifest.check_file(&directory, PAGES)?;
+        if !is_known {
+            manifest.check_file(&directory, PAGES)?;
+        }
         tracing::debug!(snapshot = %directory.display(), ms = millis(begin.elapsed()), "snapshot's memory checked");
         Ok(Arc::new(SnapshotImage { manifest, runs, pages, whole: OnceCell::new(), machines: Arc::new(()) }))
     };
@@ -131,58 +135,4 @@ impl SnapshotImage {
         tracing::debug!(ms = millis(begin.elapsed()), "image of a snapshot's memory made");
         Ok(Arc::new(memory))
     }
-}
-
-/// Layers that this server has frozen or checked. A file is the same as long as nobody has written to it.
-#[derive(Debug, Default)]
-pub(crate) struct CheckedLayers {
-    known: Mutex<HashMap<LayerId, (String, Stamp)>>,
-}
-
-/// What changes when somebody writes to a file.
-#[derive(Clone, Debug, Eq, Hash, PartialEq)]
-struct Stamp {
-    device: u64,
-    inode: u64,
-    bytes: u64,
-    changed: (i64, i64),
-}
-
-impl CheckedLayers {
-    /// Notes that a layer's file has the contents its checksum stands for.
-    pub(crate) fn note(&self, path: &Path, layer: &FrozenLayer) {
-        let Some(stamp) = stamp(path) else { return };
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.len() >= MOST_CHECKED_LAYERS {
-            known.clear();
-        }
-        known.insert(layer.id.clone(), (layer.digest.clone(), stamp));
-    }
-
-    /// Compares the contents of the layers of a snapshot that are small and not known yet.
-    pub(crate) fn check(&self, directory: &Path, layers: &[FrozenLayer]) -> Result<(), EngineError> {
-        for layer in layers {
-            let path = directory.join(layer.id.file_name());
-            let is_known = {
-                let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-                let expected = stamp(&path).map(|stamp| (layer.digest.clone(), stamp));
-                expected.is_some() && known.get(&layer.id) == expected.as_ref()
-            };
-            if !is_known && layer.bytes <= SMALL_LAYER_BYTES {
-                SnapshotManifest::check_layer(directory, layer)?;
-                self.note(&path, layer);
-            }
-        }
-        Ok(())
-    }
-}
-
-fn stamp(path: &Path) -> Option<Stamp> {
-    let metadata = std::fs::symlink_metadata(path).ok()?;
-    Some(Stamp {
-        device: metadata.dev(),
-        inode: metadata.ino(),
-        bytes: metadata.len(),
-        changed: (metadata.mtime(), metadata.mtime_nsec()),
-    })
 }

@@ -4,7 +4,8 @@
 //! template.rs  boots a disk once, keeps disk + memory + device state      (manifest.rs: the directory)
 //! restore.rs   makes a machine from it, adopts one that runs              (machine_dir.rs: its record)
 //! snapshot.rs  keeps a running machine's memory (pages.rs, page_map.rs) and disk (disk.rs, layers.rs)
-//!              (snapshot_dir.rs: the directory); images.rs holds what machines are started from
+//!              (snapshot_dir.rs: the directory); images.rs holds what machines are started from,
+//!              checked_files.rs what need not be checked again
 //! machine.rs   one machine in our hands; link_gate.rs its link; network.rs its NIC; usage.rs what it holds; remains.rs ends it;
 //!              no_room.rs a full host disk
 //! launch.rs    one emulator: command_line.rs inside jail.rs (runtime_root.rs: all it sees) in cgroup.rs
@@ -26,6 +27,7 @@ use tokio::sync::Semaphore;
 mod agent;
 mod bare;
 mod cgroup;
+mod checked_files;
 mod clock;
 mod command_line;
 mod config;
@@ -96,7 +98,7 @@ pub(crate) struct Host {
     pub(crate) booting: Mutex<BTreeSet<MachineId>>,
     /// Memory, in MiB, that snapshots may take together while they are taken.
     pub(crate) snapshot_buffers: Arc<Semaphore>,
-    pub(crate) checked_layers: images::CheckedLayers,
+    pub(crate) checked_files: checked_files::CheckedFiles,
 }
 
 impl Host {

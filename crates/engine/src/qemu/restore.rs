@@ -179,7 +179,7 @@ pub(crate) async fn start_from_snapshot(
     }
     snapshot.check(&directory, &manifest, &host.needs)?;
     usage::check_capacity(&manifest.shape, snapshot.memory_bytes(), &host.limits, &host.machines_dir)?;
-    host.checked_layers.check(&directory, &snapshot.layers)?;
+    host.checked_files.check_layers(&directory, &snapshot.layers)?;
     let empty = || {
         let memory = SealedMemory::zero(manifest.shape.memory_mib << 20);
         memory.map(Arc::new).map_err(EngineError::host("make memory"))
@@ -190,7 +190,7 @@ pub(crate) async fn start_from_snapshot(
             manifest.needs.compare(&host.needs)?;
             (memory, base) = (memories.get(host, &template, &manifest).await?, MemoryBase::Template);
         }
-        let loaded = images.get(&directory, &snapshot).await?;
+        let loaded = images.get(&directory, &snapshot, &host.checked_files).await?;
         snapshot.check_file(&directory, DEVICES)?;
         let (supply, used) = loaded.supply(&memory).await?;
         match supply {

@@ -193,6 +193,11 @@ impl SnapshotManifest {
         Ok(runs)
     }
 
+    /// The checksum a file should have; `None`: there is no such file in it.
+    pub(crate) fn digest(&self, name: &str) -> Option<&str> {
+        self.files.get(name).map(|file| file.digest.as_str())
+    }
+
     /// Compares the contents of a file.
     pub(crate) fn check_file(&self, directory: &Path, name: &str) -> Result<(), EngineError> {
         let path = directory.join(name);
