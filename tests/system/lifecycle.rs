@@ -71,13 +71,18 @@ async fn boot_id(sandbox: &Sandbox<'_>) -> String {
     sandbox.says("cat /proc/sys/kernel/random/boot_id").await
 }
 
+/// The names it goes by, to others and to its own programs.
+async fn names(sandbox: &Sandbox<'_>) -> String {
+    sandbox.says("hostname; cat /etc/machine-id /etc/hosts; hostname --all-ip-addresses").await
+}
+
 #[tokio::test]
 async fn a_counting_process_and_files_survive_twenty_pauses_and_the_death_of_the_server() {
     let mut server = TestServer::start().await;
     let id = {
         let sandbox = server.create("base").await;
         start_counter(&sandbox).await;
-        let boot = boot_id(&sandbox).await;
+        let (boot, named) = (boot_id(&sandbox).await, names(&sandbox).await);
         let mut count = 0;
         for cycle in 0..CYCLES {
             let content = format!("cycle {cycle}\n").repeat(1000);
@@ -99,7 +104,7 @@ async fn a_counting_process_and_files_survive_twenty_pauses_and_the_death_of_the
             assert!(sandbox.read(&format!("/home/user/files/{cycle}")).await == content.as_bytes(), "cycle {cycle}");
         }
         assert_eq!(sandbox.says("ls files | wc -l").await, CYCLES.to_string());
-        assert_eq!(boot_id(&sandbox).await, boot);
+        assert_eq!((boot_id(&sandbox).await, names(&sandbox).await), (boot, named));
         sandbox.id().to_owned()
     };
     kill_and_come_back(&mut server, &id).await;
@@ -140,13 +145,14 @@ async fn kill_and_come_back(server: &mut TestServer, hibernated: &str) {
 
 /// A stop keeps the disk and nothing else.
 async fn stop_really_reboots(sandbox: &Sandbox<'_>) {
-    let boot = boot_id(sandbox).await;
+    let (boot, named) = (boot_id(sandbox).await, names(sandbox).await);
     // Not written out by anybody but the stop itself.
     sandbox.says("echo last > unsynced; echo gone > /tmp/../dev/shm/memory").await;
     let stopped = sandbox.verb("stop", json!({})).await;
     assert_eq!((&stopped["state"], &stopped["tier"]), (&json!("stopped"), &Value::Null));
     sandbox.verb("start", json!({})).await;
     assert_ne!(boot_id(sandbox).await, boot);
+    assert_eq!(names(sandbox).await, named);
     assert_eq!(sandbox.says("cat unsynced; hostname").await, format!("last\n{}", sandbox.id()));
     assert_eq!(sandbox.says("pgrep -f '[c]ounter.py' || ls /dev/shm/memory 2>&1 | grep -c 'No such'").await, "1");
     check_clock(sandbox).await;

@@ -19,6 +19,7 @@ async fn streams_run_through_a_snapshot_and_its_children_go_on_from_there() {
     let server = TestServer::start().await;
     let sandbox = server.create("base").await;
     start_counter(&sandbox).await;
+    let before = sandbox.info().await;
     sandbox.says("head -c 48M /dev/urandom > big; echo before > state").await;
     let sum = sandbox.says("sha256sum big").await;
 
@@ -41,6 +42,12 @@ async fn streams_run_through_a_snapshot_and_its_children_go_on_from_there() {
     sandbox.write("/home/user/back", download).await;
     assert_eq!(sandbox.says("sha256sum < back").await.split(' ').next(), sum.split(' ').next());
     let count = check_counter(&sandbox, 0).await;
+    check_clock(&sandbox).await;
+    assert_eq!(sandbox.says("hostname").await, sandbox.id());
+    let after = sandbox.info().await;
+    for kept in ["deadline", "metadata", "idle", "on_timeout", "auto_resume"] {
+        assert_eq!(after[kept], before[kept], "{kept}");
+    }
 
     children_go_on(&server, &sandbox, &ids).await;
     roll_back(&sandbox, &ids[1], count).await;

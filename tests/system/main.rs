@@ -11,6 +11,7 @@ mod lifecycle_faults;
 mod lifecycle_forks;
 mod lifecycle_kills;
 mod lifecycle_link;
+mod lifecycle_randomness;
 mod lifecycle_streams;
 mod lua;
 mod network;

@@ -131,8 +131,13 @@ fn add_entropy(entropy: &[u8]) -> Result<()> {
     check(reseeded.into()).map(drop).map_err(failed("re-key the random generator"))
 }
 
+/// A machine that is what it was, after a pause or a rollback, keeps its names and the id programs know it by.
 fn set_names(identity: &Identity, entropy: &[u8]) -> Result<()> {
     let name = &identity.hostname;
+    let is_itself = nix::unistd::gethostname().is_ok_and(|host| host.as_os_str() == name.as_str());
+    if is_itself && fs::metadata("/etc/machine-id").is_ok_and(|id| id.len() > 0) {
+        return Ok(());
+    }
     // SAFETY: pointer and length are those of a live string.
     let result = unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) };
     check(result.into()).map_err(failed("set the host name"))?;

@@ -23,6 +23,8 @@ pub struct ServiceConfig {
     pub pool_size: usize,
     /// Memory all of them may hold together, in MiB: what they do not share.
     pub pool_memory_mib: u64,
+    /// What stands by for so long is hibernated if it has no rule of its own for it: a halted machine holds its memory.
+    pub longest_standby: Option<Duration>,
     /// Longest lifetime a request may ask for.
     pub max_lifetime: Duration,
     /// Creates under way at the same time; more are refused.
@@ -33,10 +35,10 @@ pub struct ServiceConfig {
     pub concurrent_restores: usize,
     /// How long one step of a create may take before it counts as failed.
     pub step_patience: Duration,
-    /// How long taking a snapshot may take, writing it out included.
-    pub snapshot_patience: Duration,
     /// How long a guest may take to answer in a new session before another one is tried; each time twice as long.
     pub first_answer_patience: Duration,
+    /// How long taking a snapshot may take, writing it out included.
+    pub snapshot_patience: Duration,
     /// Children one fork may make.
     pub max_fork: u32,
     /// How long the record of an ended sandbox is kept.
@@ -69,15 +71,16 @@ impl ServiceConfig {
             store,
             pool_size: 2,
             pool_memory_mib: 1024,
+            longest_standby: Some(Duration::from_secs(3600)),
             max_lifetime: Duration::from_secs(24 * 3600),
             max_creates_in_flight: 256,
             max_sandboxes: 10_000,
             concurrent_restores: std::thread::available_parallelism().map_or(1, usize::from),
             step_patience: Duration::from_secs(60),
+            first_answer_patience: Duration::from_secs(4),
             snapshot_patience: Duration::from_secs(600),
             max_fork: 100,
             keep_ended: Duration::from_secs(7 * 24 * 3600),
-            first_answer_patience: Duration::from_secs(4),
             metrics_period: Duration::from_secs(5),
             meter_period: Duration::from_secs(5),
             archive: None,

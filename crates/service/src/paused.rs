@@ -9,7 +9,8 @@ use tracing::warn;
 
 use crate::{
     ServiceError,
-    clock::{Clock, Deadline, deadline_after},
+    clock::{Deadline, deadline_after},
+    core::Core,
     live::{Take, Target, Verb},
     owner::{Moved, Owner, Place},
 };
@@ -34,7 +35,7 @@ impl Owner {
                         None => unreachable!("what is not there does not end"),
                     },
                     Some(verb) = self.inbox.recv() => verb,
-                    due = due(&self.sandbox, self.not_before, core.clock()) => match (due, &machine) {
+                    due = due(&self.sandbox, self.not_before, &core) => match (due, &machine) {
                         (Due::Hibernate, Some(machine)) => return self.go_deeper(Arc::clone(machine)).await,
                         (Due::Archive, None) => return self.archive_by_rule().await,
                         (Due::Hibernate, None) | (Due::Archive, Some(_)) => continue,
@@ -160,7 +161,8 @@ async fn exited(machine: Option<&Arc<dyn Machine>>) -> stockade_engine::MachineE
 }
 
 /// Waits until one of the sandbox's rules asks for something. Cancel-safe.
-async fn due(sandbox: &Sandbox, not_before: Option<Instant>, clock: &dyn Clock) -> Due {
+async fn due(sandbox: &Sandbox, not_before: Option<Instant>, core: &Core) -> Due {
+    let (clock, idle) = (core.clock(), &sandbox.rules.idle);
     let since = sandbox.idle_since.unwrap_or_else(|| clock.now());
     let passed = async |after: Option<Duration>| match after {
         Some(after) => Deadline::at(deadline_after(since, after), clock).passed(clock).await,
@@ -171,13 +173,13 @@ async fn due(sandbox: &Sandbox, not_before: Option<Instant>, clock: &dyn Clock) 
             tokio::time::sleep_until(at).await;
         }
         match sandbox.tier {
-            Some(Tier::Standby) => passed(sandbox.rules.idle.hibernate_after).await,
-            _ => passed(sandbox.rules.idle.archive_after).await,
+            Some(Tier::Standby) => passed(idle.hibernate_after.or(core.config.longest_standby)).await,
+            _ => passed(idle.archive_after).await,
         }
     };
     tokio::select! {
         biased;
-        () = passed(sandbox.rules.idle.delete_after) => Due::Unused,
+        () = passed(idle.delete_after) => Due::Unused,
         // Hibernated and stopped ones go the same way.
         () = deeper, if sandbox.tier != Some(Tier::Archived) => match sandbox.tier {
             Some(Tier::Standby) => Due::Hibernate,

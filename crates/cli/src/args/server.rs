@@ -56,6 +56,9 @@ pub(crate) struct Up {
     /// Memory all machines kept ready may hold together
     #[arg(long, value_name = "MIB", env = "STOCKADE_POOL_MEMORY", default_value_t = 1024)]
     pub(crate) pool_memory: u64,
+    /// Hibernate what stands by for so long and has no rule of its own for it; 0: never
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LONGEST_STANDBY", default_value_t = 3600)]
+    pub(crate) longest_standby: u64,
     /// A JSON file with the deployment's network: what sandboxes start from and cannot leave
     #[arg(long, value_name = "FILE", env = "STOCKADE_NETWORK")]
     pub(crate) network: Option<PathBuf>,

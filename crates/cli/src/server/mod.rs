@@ -149,6 +149,7 @@ async fn start_service(
         archive: Some(archive),
         pool_size: args.pool,
         pool_memory_mib: args.pool_memory,
+        longest_standby: Some(Duration::from_secs(args.longest_standby)).filter(|longest| !longest.is_zero()),
         prices,
         network: Some(network),
         ..ServiceConfig::new(engine, store)

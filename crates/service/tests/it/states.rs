@@ -277,3 +277,28 @@ async fn rules_are_changed_in_every_state_and_obeyed_from_then_on() {
     let refused = within(t.service.set_rules(&t.who, &sandbox.id, nonsense)).await;
     assert!(matches!(refused, Err(ServiceError::Invalid { field: "idle", .. })), "{refused:?}");
 }
+
+#[tokio::test]
+async fn what_stands_by_for_long_gives_its_memory_back_without_a_rule_of_its_own() {
+    let ms = Duration::from_millis;
+    let t = TestServer::start_with(move |config| config.longest_standby = Some(ms(100))).await;
+    let ruled = IdleRules { hibernate_after: Some(Duration::from_secs(3600)), ..IdleRules::default() };
+    let ruled = t.try_create(CreateSandbox { idle: ruled, ..request() }).await.expect("created");
+    let plain = t.create().await;
+    for sandbox in [&ruled, &plain] {
+        t.pause(&sandbox.id, STANDBY).await;
+    }
+    let deeper = async {
+        loop {
+            let sandbox = t.get(&plain.id).await;
+            if (sandbox.state, sandbox.tier) == (SandboxState::Paused, Some(Tier::Hibernated)) {
+                return;
+            }
+            tokio::time::sleep(ms(2)).await;
+        }
+    };
+    within(deeper).await;
+    assert_eq!(t.get(&ruled.id).await.tier, Some(Tier::Standby), "its own rule comes first");
+    t.assert_nothing_stray().await;
+    t.resume(&plain.id).await;
+}
