@@ -124,6 +124,9 @@ pub(crate) struct Bench {
     /// What runs the guests
     #[arg(long, value_enum, env = "STOCKADE_ACCEL", default_value = "auto")]
     pub(crate) accel: Accel,
+    /// Measure nothing but the service beside N idle sandboxes; each takes some 30 MiB of this host's memory
+    #[arg(long, value_name = "N", env = "STOCKADE_IDLE")]
+    pub(crate) idle: Option<usize>,
 }
 
 /// `stockade env`

@@ -8,9 +8,11 @@
 //! server with a pool         claim -> first output; creates per second at 1, 4, 16 in flight
 //! ```
 //!
+//! With `--idle N` nothing of that, but requests on an empty server and beside N idle sandboxes.
+//!
 //! Both sides of a ratio are measured in turn, so that noise of the host hits both.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use tokio::time;
 
@@ -22,6 +24,7 @@ use crate::{
 };
 
 mod bare;
+mod crowd;
 mod lifecycle;
 mod measure;
 mod network;
@@ -54,10 +57,15 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     };
     let n = args.n.max(1);
     // First: it needs no server, and nothing else should run beside it.
-    let mut measures = network::measure(ui).await?;
+    let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
     ui.note("starting a server without a pool (the first time this builds the base template)");
     let server = Throwaway::start(&cache_dir, accel, 0).await?;
     let host = Host::look(&server).await?;
+    if let Some(count) = args.idle {
+        let measured = crowd::measure(&server, count, n, ui).await;
+        server.stop().await?;
+        return tell(Report::new(host, n, measured?), args.json_file.flatten().as_deref(), ui);
+    }
     let stages = async {
         measures.extend(restores(&server, n, ui).await?);
         measures.extend(round_trips(&server, n, ui).await?);
@@ -80,8 +88,11 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     let result: Result<(), Failure> = stages.await;
     server.stop().await?;
     result?;
-    let report = Report::new(host, n, measures);
-    report.tell(args.json_file.flatten().as_deref(), ui)?;
+    tell(Report::new(host, n, measures), args.json_file.flatten().as_deref(), ui)
+}
+
+fn tell(report: Report, file: Option<&Path>, ui: Ui) -> Result<u8, Failure> {
+    report.tell(file, ui)?;
     Ok(if report.failures() > 0 { FAILED } else { 0 })
 }
 

@@ -14,12 +14,13 @@ use crate::{
 };
 
 const TRANSFER_BYTES: usize = 32 << 20;
+const LIFETIME_SECONDS: f64 = 600.0;
 const PIECE_BYTES: usize = 256 << 10;
 
 fn create_request() -> CreateRequest {
     CreateRequest {
         template: "base".to_owned(),
-        lifetime_seconds: Some(600.0),
+        lifetime_seconds: Some(LIFETIME_SECONDS),
         metadata: Default::default(),
         env: Default::default(),
         rules: Default::default(),
@@ -46,8 +47,14 @@ pub(super) async fn create_to_output(client: &Client) -> Result<f64, Failure> {
 
 /// From the request for a sandbox to its answer; the sandbox is left.
 pub(super) async fn create(client: &Client) -> Result<(String, f64), Failure> {
+    create_for(client, LIFETIME_SECONDS).await
+}
+
+/// The same for a longer while.
+pub(super) async fn create_for(client: &Client, lifetime_seconds: f64) -> Result<(String, f64), Failure> {
     let start = Instant::now();
-    let sandbox = client.create(&create_request()).await?;
+    let request = CreateRequest { lifetime_seconds: Some(lifetime_seconds), ..create_request() };
+    let sandbox = client.create(&request).await?;
     Ok((sandbox.id, milliseconds(start)))
 }
 
