@@ -243,6 +243,49 @@ async fn the_network_is_there_again_after_a_fork_a_pause_and_a_crash_of_the_serv
 }
 
 #[tokio::test]
+async fn what_a_guest_sends_is_metered_once_over_restarts() {
+    const SENT: u64 = 1_000_000;
+    let world = World::start(&["api.world.example"]).await;
+    let network = world.network_file(&json!({}));
+    let mut server =
+        TestServer::start_with(&["--pool", "0", "--network", &network, "--price-egress-gib", "1024"]).await;
+    let id = server.create("base").await.id().to_owned();
+    let path = format!("/v1/usage?sandbox={id}");
+    let send = async |server: &TestServer| {
+        let sandbox = Sandbox::new(server, &id);
+        let upload = "-o /dev/null --data-binary @upload http://api.world.example/echo";
+        sandbox.shell(&format!("head -c {SENT} /dev/zero >upload")).await.expect_success();
+        curl(&sandbox, upload).await.expect_success();
+    };
+    let egress = async |server: &TestServer| {
+        let usage = server.json(Method::GET, &path, None).await;
+        let item = &usage["items"][0];
+        let bytes = item["egress_bytes"].as_u64().expect("a number");
+        // 1,024 dollars a GiB: bytes and dollars say the same.
+        let dollars = item["cost"]["egress"].as_f64().expect("a number");
+        assert!((dollars - bytes as f64 / f64::from(1 << 20)).abs() < 0.001, "{usage}");
+        bytes
+    };
+    assert_eq!(egress(&server).await, 0);
+    send(&server).await;
+    let first = egress(&server).await;
+    assert!((SENT..SENT + 10_000).contains(&first), "{first}: the body, and a few headers");
+    server.terminate().await;
+    server.start_again().await;
+    assert_eq!(egress(&server).await, first);
+    send(&server).await;
+    let second = egress(&server).await;
+    assert_eq!(second, 2 * first, "the same again");
+    // What goes nowhere is not charged.
+    let refused = Sandbox::new(&server, &id);
+    curl(&refused, "-X POST -d what http://10.0.0.1/ || true").await;
+    assert_eq!(egress(&server).await, second);
+    server.kill_all().await;
+    assert_eq!(egress(&server).await, second);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_port_of_a_sandbox_is_reached_from_outside_by_those_who_may() {
     let server = TestServer::start().await;
     let sandbox = server.create("base").await;

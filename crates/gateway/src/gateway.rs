@@ -18,6 +18,7 @@ use tokio::{
 };
 
 use crate::{
+    Traffic,
     audit::{AuditSink, NoAudit},
     broker::{NoSecrets, SecretProvider},
     dns::{NameTable, NameTableRecord, TableError},
@@ -123,6 +124,8 @@ pub struct AttachSpec {
     pub limits: Limits,
     /// How its link frames.
     pub framing: Framing,
+    /// Where what it sends is counted.
+    pub traffic: Arc<Traffic>,
 }
 
 impl AttachSpec {
@@ -135,6 +138,7 @@ impl AttachSpec {
             names: NameTableRecord::default(),
             limits: Limits::default(),
             framing: Framing::LengthPrefixed,
+            traffic: Arc::default(),
         }
     }
 }
@@ -257,13 +261,14 @@ impl Gateway {
         writer: impl AsyncWrite + Send + Unpin + 'static,
         spec: AttachSpec,
     ) -> Result<Attachment, AttachError> {
-        let AttachSpec { sandbox: id, owner, policy, names, limits, framing } = spec;
+        let AttachSpec { sandbox: id, owner, policy, names, limits, framing, traffic } = spec;
         let policy = CompiledPolicy::compile_layers(&self.shared.floor, &policy)
             .map_err(|source| AttachError::Policy { sandbox: id.clone(), source })?;
         let names = NameTable::restore(limits.names, &names)
             .map_err(|source| AttachError::Names { sandbox: id.clone(), source })?;
         let options = LinkOptions {
             framing,
+            traffic,
             max_flows: limits.flows,
             max_half_open: limits.half_open_flows,
             from_guest: Arc::new(Pace::new(limits.bytes_per_second)),

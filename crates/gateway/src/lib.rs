@@ -23,6 +23,7 @@ pub mod policy;
 pub mod proxy;
 mod routes;
 mod sandbox;
+mod traffic;
 mod upstream;
 mod upstream_proxy;
 
@@ -34,5 +35,6 @@ pub use limits::Limits;
 pub use net::Framing;
 pub use proxy::{AuthorityError, CertificateAuthority};
 pub use routes::{RouteError, Routes};
+pub use traffic::Traffic;
 pub use upstream::{BoxIo, Dialer, Io, ResolveError, Resolver, SystemDialer, SystemResolver};
 pub use upstream_proxy::{UpstreamProxy, UpstreamProxyConfig};

@@ -4,7 +4,8 @@
 //! time is the difference of the machine's own counter, which the row remembers with the machine's id: a server
 //! that comes after us goes on where the row ends, so that time in which no server ran is counted once. What
 //! became of a sandbox after its last row was written it reads from the sandbox's events, which have the same
-//! times. Memory and disk are bytes held times time. Starting a machine is not charged: its counter is read when
+//! times. Memory and disk are bytes held times time. What is sent is told by the gateway, each byte once; connections end
+//! with the server, and with one that is killed what was sent since the last write. Starting a machine is not charged: its counter is read when
 //! it begins to take commands.
 
 use std::{
@@ -15,6 +16,7 @@ use std::{
 
 use jiff::Timestamp;
 use stockade_engine::Machine;
+use stockade_gateway::Traffic;
 use stockade_model::{Sandbox, SandboxId, SandboxState, Snapshot, SnapshotId, Tier, Usage};
 use stockade_store::{Metered, SandboxEvent, StoreError, UsageRow};
 use tokio::time::{MissedTickBehavior, interval};
@@ -30,6 +32,8 @@ pub(crate) struct Meter {
     book: Mutex<Book>,
     /// One writer at a time: an older state of a row must not be written over a newer one.
     writing: tokio::sync::Mutex<()>,
+    /// What sandboxes send, told by the gateway.
+    traffic: Mutex<HashMap<SandboxId, Arc<Traffic>>>,
 }
 
 #[derive(Default)]
@@ -44,6 +48,8 @@ struct Book {
 struct Account {
     row: UsageRow,
     machine: Option<Arc<dyn Machine>>,
+    /// None: it sends nothing.
+    traffic: Option<Arc<Traffic>>,
     /// As last read.
     memory_bytes: u64,
     disk_bytes: u64,
@@ -59,6 +65,12 @@ struct Reading {
 }
 
 impl Meter {
+    /// Where what a sandbox sends is counted, whatever machine it has.
+    pub(crate) fn traffic(&self, sandbox: &SandboxId) -> Arc<Traffic> {
+        let mut all = self.traffic.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.entry(sandbox.clone()).or_default())
+    }
+
     /// A sandbox is in another state, or has another machine, from now on. `saved_bytes`: what it holds where it
     /// has no machine.
     pub(crate) fn enter(
@@ -68,7 +80,7 @@ impl Meter {
         saved_bytes: u64,
         now: Timestamp,
     ) {
-        let reading = read(machine, saved_bytes);
+        let (reading, traffic) = (read(machine, saved_bytes), self.traffic(&sandbox.id));
         let mut book = self.lock();
         let subject = sandbox.id.to_string();
         let sequence = book.close(&subject, now);
@@ -88,7 +100,8 @@ impl Meter {
             disk_seen: reading.disk_bytes,
             usage: Usage::default(),
         };
-        book.open.insert(subject, Account::new(row, machine, reading, false));
+        let account = Account { traffic: Some(traffic), ..Account::new(row, machine, reading, false) };
+        book.open.insert(subject, account);
     }
 
     /// A sandbox is found again. Goes on with its last row, by way of what became of it after that was written.
@@ -115,6 +128,7 @@ impl Meter {
         }
         if is_same {
             account.machine = machine.cloned();
+            account.traffic = Some(self.traffic(&sandbox.id));
         }
         book.open.insert(sandbox.id.to_string(), account);
         drop(book);
@@ -160,6 +174,7 @@ impl Meter {
     /// A sandbox uses nothing any more. To be called while its machine can still be read.
     pub(crate) fn end(&self, id: &SandboxId, now: Timestamp) {
         self.lock().close(id.as_str(), now);
+        self.traffic.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
     }
 
     pub(crate) fn end_snapshot(&self, id: &SnapshotId, now: Timestamp) {
@@ -192,6 +207,7 @@ impl Meter {
         }
         let Book { open, closed, .. } = &mut *book;
         for account in open.values_mut() {
+            account.note_traffic();
             account.advance(now, closed);
         }
     }
@@ -242,6 +258,7 @@ impl Book {
         if let Some(machine) = account.machine.clone() {
             account.note(read(Some(&machine), account.disk_bytes));
         }
+        account.note_traffic();
         account.advance(now, &mut self.closed);
         let next = account.row.sequence + 1;
         self.closed.push(account.row);
@@ -252,13 +269,19 @@ impl Book {
 impl Account {
     fn new(row: UsageRow, machine: Option<&Arc<dyn Machine>>, reading: Reading, is_snapshot: bool) -> Self {
         let Reading { memory_bytes, disk_bytes, .. } = reading;
-        Self { row, machine: machine.cloned(), memory_bytes, disk_bytes, is_snapshot }
+        Self { row, machine: machine.cloned(), traffic: None, memory_bytes, disk_bytes, is_snapshot }
     }
 
     /// Goes on with a row by what was seen last.
     fn of_row(row: UsageRow) -> Self {
         let (memory_bytes, disk_bytes) = (row.memory_seen, row.disk_seen);
-        Self { row, machine: None, memory_bytes, disk_bytes, is_snapshot: false }
+        Self { row, machine: None, traffic: None, memory_bytes, disk_bytes, is_snapshot: false }
+    }
+
+    /// Takes what was sent since the last time.
+    fn note_traffic(&mut self) {
+        let sent = self.traffic.as_ref().map_or(0, |traffic| traffic.take_sent());
+        self.row.usage.egress_bytes += u128::from(sent);
     }
 
     /// Takes what a machine says. One that is gone says nothing: what it last said stands.

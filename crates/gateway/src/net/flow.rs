@@ -14,7 +14,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -27,6 +27,7 @@ use smoltcp::{
 };
 
 use super::{GUEST_ADDRESS, MTU, buffer::Rings, frame::ETHERNET, link::Link, outbox::Frame};
+use crate::Traffic;
 
 const HANDSHAKE_SECONDS: u64 = 10;
 const LINGER_SECONDS: u64 = 30;
@@ -108,6 +109,9 @@ pub(crate) struct Flow {
     pub(crate) bytes_out: AtomicU64,
     pub(crate) bytes_in: AtomicU64,
     pub(crate) facts: Mutex<FlowFacts>,
+    /// It was let out: what it sends is the sandbox's traffic.
+    leads_out: AtomicBool,
+    traffic: Arc<Traffic>,
     link: Weak<Link>,
     tcp: Mutex<Tcp>,
 }
@@ -210,6 +214,8 @@ impl Flow {
             bytes_out: AtomicU64::new(0),
             bytes_in: AtomicU64::new(0),
             facts: Mutex::new(facts),
+            leads_out: AtomicBool::new(false),
+            traffic: Arc::clone(link.traffic()),
             link: Arc::downgrade(link),
             tcp: Mutex::new(tcp),
         })
@@ -228,7 +234,13 @@ impl Flow {
     }
 
     pub(crate) fn set_facts(&self, change: impl FnOnce(&mut FlowFacts)) {
-        change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut facts = self.facts.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut facts);
+        let leads_out = matches!(facts.mode, Mode::Pass | Mode::Raw | Mode::Opaque | Mode::Requests);
+        // What was read to find that out goes out as well.
+        if leads_out && !self.leads_out.swap(true, Ordering::Relaxed) {
+            self.traffic.add_sent(self.bytes_out.load(Ordering::Relaxed));
+        }
     }
 
     /// Takes a segment; what it causes is sent by [`Flow::drive`].
@@ -370,6 +382,10 @@ impl Flow {
 
     pub(super) fn count_out(&self, bytes: usize) {
         self.bytes_out.fetch_add(bytes as u64, Ordering::Relaxed);
+        // Reads and changes of the facts are its handler's, one after the other.
+        if self.leads_out.load(Ordering::Relaxed) {
+            self.traffic.add_sent(bytes as u64);
+        }
     }
 
     pub(super) fn count_in(&self, bytes: usize) {

@@ -24,7 +24,7 @@ use super::{
     frame::{self, Datagram, ETHERNET, Frame, Segment, flags},
     outbox::{self, Outbox},
 };
-use crate::limits::Pace;
+use crate::{Traffic, limits::Pace};
 
 /// The longest frame QEMU sends.
 const MAX_FRAME: usize = 68 << 10;
@@ -76,6 +76,7 @@ pub(crate) trait Guard: Send + Sync + 'static {
 
 pub(crate) struct LinkOptions {
     pub(crate) framing: Framing,
+    pub(crate) traffic: Arc<Traffic>,
     pub(crate) max_flows: usize,
     pub(crate) max_half_open: usize,
     pub(crate) from_guest: Arc<Pace>,
@@ -121,6 +122,10 @@ impl Link {
             next_id: AtomicU64::new(1),
             guest_mac: AtomicU64::new(mac_to_u64(GUEST_MAC)),
         })
+    }
+
+    pub(super) fn traffic(&self) -> &Arc<Traffic> {
+        &self.options.traffic
     }
 
     pub(super) fn now(&self) -> Instant {

@@ -25,7 +25,9 @@ async fn database() -> World {
 #[tokio::test]
 async fn bytes_go_both_ways_and_ends_are_passed_on() {
     let world = database().await;
-    let (guest, attachment) = world.attach(raw("db.example"));
+    let traffic = std::sync::Arc::<stockade_gateway::Traffic>::default();
+    let counted = std::sync::Arc::clone(&traffic);
+    let (guest, attachment) = world.attach_with(raw("db.example"), |spec| spec.traffic = counted);
     let mut stream = guest.connect_name("db.example", 5432).await.unwrap();
     stream.write_all(b"hello").await.unwrap();
     let mut answer = [0; 5];
@@ -39,6 +41,15 @@ async fn bytes_go_both_ways_and_ends_are_passed_on() {
     assert_eq!(closed.facts.name.as_deref(), Some("db.example"));
     guest.settle().await;
     assert_eq!(attachment.stats().flows, 0);
+    assert_eq!((traffic.take_sent(), traffic.take_sent()), (8, 0), "each byte is told once");
+    // What is refused with an explanation goes nowhere.
+    let web = json!({"default": "deny", "rules": []});
+    let counted = std::sync::Arc::clone(&traffic);
+    let (guest, _attachment) = world.attach_with(web, |spec| spec.traffic = counted);
+    let mut stream = guest.connect_name("db.example", 80).await.unwrap();
+    stream.write_all(b"GET / HTTP/1.1\r\nHost: db.example\r\nConnection: close\r\n\r\n").await.unwrap();
+    assert!(String::from_utf8_lossy(&read_to_end(&mut stream).await).starts_with("HTTP/1.1 403"));
+    assert_eq!(traffic.take_sent(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -64,6 +64,7 @@ impl Network {
             names: known,
             limits: self.limits.clone(),
             framing: Framing::LengthPrefixed,
+            traffic: core.meter.traffic(&sandbox.id),
         };
         let (reader, writer) = link.into_split();
         let attached = self.gateway.attach_halves(reader, writer, spec);
