@@ -8,6 +8,7 @@ mod files;
 mod hosts;
 mod lifecycle;
 mod network;
+mod previews;
 mod sandboxes;
 mod support;
 mod tls;
