@@ -26,6 +26,7 @@ mod ports;
 mod process;
 mod routes;
 mod stats;
+pub mod tools;
 mod watch;
 
 pub use agent::Agent;

@@ -2,9 +2,12 @@
 
 use std::{error::Error, process::ExitCode};
 
-use stockade_guest::init;
+use stockade_guest::{init, tools};
 
 fn main() -> ExitCode {
+    if let Some(code) = tools::run() {
+        return code;
+    }
     if std::process::id() != 1 {
         eprintln!(
             "stockade-guest {}: the first process of a Stockade machine; it does nothing elsewhere",

@@ -12,7 +12,34 @@ pub enum Command {
     Argv(Vec<String>),
     /// A command line for `/bin/bash -l -c` (`/bin/sh -c` where there is no bash), passed exactly as given.
     Shell(String),
+    /// Something the agent's own program does, as a process of the user's, whatever the image has in it.
+    Tool(Tool),
 }
+
+/// What the agent's program can do as a process of its own.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tool {
+    /// Speaks SFTP, version 3, on its standard input and output.
+    Sftp,
+    /// Joins its standard input and output with the Unix socket at a path. Once it is connected it writes one line
+    /// to its standard error; what is there otherwise says why it is not.
+    Connect(String),
+}
+
+impl Tool {
+    /// The arguments of its process.
+    pub fn argv(&self) -> Vec<String> {
+        let (verb, path) = match self {
+            Self::Sftp => ("sftp", None),
+            Self::Connect(path) => ("connect", Some(path)),
+        };
+        [TOOL_NAME, verb].into_iter().map(str::to_owned).chain(path.cloned()).collect()
+    }
+}
+
+/// What the process of a [`Tool`] calls itself.
+pub const TOOL_NAME: &str = "stockade-tool";
 
 /// Starts a process.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]

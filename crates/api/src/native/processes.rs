@@ -66,6 +66,7 @@ impl From<ProcessInfo> for ProcessView {
         let (argv, shell) = match process.command {
             Command::Argv(argv) => (Some(argv), None),
             Command::Shell(shell) => (None, Some(shell)),
+            Command::Tool(tool) => (Some(tool.argv()), None),
         };
         Self {
             pid: process.pid,

@@ -12,7 +12,7 @@ use std::{
 use stockade_wire::{
     ErrorBody, ErrorCode,
     event::Output,
-    process::{Command, ProcessInfo, PtySize, StartRequest},
+    process::{Command, ProcessInfo, PtySize, StartRequest, Tool},
 };
 use tokio::{
     io::Interest,
@@ -44,6 +44,8 @@ const DEFAULT_TERM: &str = "xterm-256color";
 /// A tag travels in a URL.
 const MAX_TAG: usize = 1024;
 const BASH: &str = "/bin/bash";
+/// The agent's, also where no path leads to it any more.
+const OWN_PROGRAM: &str = "/proc/self/exe";
 
 impl Agent {
     /// Starts a process and gives a reader from its first byte. Once begun it happens whole, whatever
@@ -106,8 +108,13 @@ fn begin(agent: &Agent, request: &StartRequest) -> Result<Begun> {
     if agent.is_machine() {
         pipes.give_to(account.uid, account.gid).map_err(out_of("give the process its pipes"))?;
     }
+    let candidates = match &request.command {
+        Command::Tool(_) if !agent.is_machine() => return Err(invalid("the agent's tools are for machines")),
+        Command::Tool(_) => vec![OWN_PROGRAM.to_owned()],
+        _ => candidates(&argv[0], &env),
+    };
     let plan = Plan {
-        candidates: c_strings(candidates(&argv[0], &env).into_iter())?,
+        candidates: c_strings(candidates.into_iter())?,
         argv: c_strings(argv.iter().cloned())?,
         env: c_strings(env.iter().map(|(key, value)| format!("{key}={value}")))?,
         cwd: CString::new(cwd.as_str()).map_err(|_| invalid("cwd contains a NUL byte"))?,
@@ -147,7 +154,9 @@ fn validate(request: &StartRequest) -> Result<()> {
         Command::Argv(argv) if argv.iter().any(|argument| argument.contains('\0')) => {
             return Err(invalid("an argument contains a NUL byte"));
         }
-        Command::Shell(text) if text.contains('\0') => return Err(invalid("the command contains a NUL byte")),
+        Command::Shell(text) | Command::Tool(Tool::Connect(text)) if text.contains('\0') => {
+            return Err(invalid("the command contains a NUL byte"));
+        }
         _ => {}
     }
     if request.tag.as_ref().is_some_and(|tag| tag.is_empty() || tag.len() > MAX_TAG) {
@@ -166,6 +175,7 @@ fn argv(command: &Command) -> Vec<String> {
             [BASH, "-l", "-c", text].map(str::to_owned).to_vec()
         }
         Command::Shell(text) => ["/bin/sh", "-c", text].map(str::to_owned).to_vec(),
+        Command::Tool(tool) => tool.argv(),
     }
 }
 

@@ -376,6 +376,7 @@ fn describe(mut process: process::ProcessInfo, ours: &[(&'static str, String)]) 
     let mut argv = match process.command {
         process::Command::Argv(argv) => argv,
         process::Command::Shell(line) => vec!["/bin/bash".to_owned(), "-l".to_owned(), "-c".to_owned(), line],
+        process::Command::Tool(tool) => tool.argv(),
     };
     let args = argv.split_off(argv.len().min(1));
     let cmd = argv.pop().unwrap_or_default();
