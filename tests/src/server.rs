@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io::Write,
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -58,6 +59,10 @@ struct Ready {
     base_domain: String,
     api_key_file: PathBuf,
     ca_file: PathBuf,
+    #[serde(default)]
+    ssh_addr: Option<SocketAddr>,
+    #[serde(default)]
+    ssh_host_key: Option<String>,
     pid: u32,
 }
 
@@ -164,6 +169,12 @@ impl TestServer {
     /// The same without a key.
     pub fn anonymous(&self, method: Method, path: &str) -> RequestBuilder {
         self.client.request(method, format!("{}{path}", self.running().ready.http_url.trim_end_matches('/')))
+    }
+
+    /// Where it speaks SSH, and the fingerprint of its key there.
+    pub fn ssh(&self) -> (SocketAddr, String) {
+        let ready = &self.running().ready;
+        (ready.ssh_addr.expect("it speaks SSH"), ready.ssh_host_key.clone().expect("it has a key"))
     }
 
     /// The key.

@@ -18,3 +18,4 @@ mod network;
 mod package_tools;
 mod run;
 mod secrets;
+mod ssh;

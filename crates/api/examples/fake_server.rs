@@ -38,7 +38,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let http = TcpListener::bind(any_port).await?;
     let tls = Tls::OwnCa { directory: directory.join("tls") };
     let https = Some((TcpListener::bind(any_port).await?, tls));
-    let server = serve(ServeConfig { http, https, base_domain: BASE_DOMAIN.to_owned() }, service)?;
+    let server = serve(ServeConfig { http, https, base_domain: BASE_DOMAIN.to_owned(), ssh: None }, service)?;
     let ready = json!({
         "http_url": format!("http://{}", server.http_address()),
         "https_url": server.https_address().map(|address| format!("https://{address}")),

@@ -182,6 +182,10 @@ impl From<ServiceError> for ApiError {
                 .hint("GET /v1/secrets lists the secrets there are"),
             ServiceError::OperatorsSecret { .. } => Self::new(StatusCode::CONFLICT, "operators_secret", message)
                 .hint("choose another name; GET /v1/secrets says which are the operator's"),
+            ServiceError::SshKeyNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "ssh_key_not_found", message)
+                .hint("GET /v1/ssh-keys lists the keys there are"),
+            ServiceError::SshKeyExists { .. } => Self::new(StatusCode::CONFLICT, "ssh_key_exists", message)
+                .hint("GET /v1/ssh-keys lists it; remove it first to change what it opens"),
             ServiceError::Network { .. } => Self::new(StatusCode::CONFLICT, "no_network", message)
                 .hint("the operator's network settings say what there is"),
             ServiceError::SnapshotInUse { .. } => Self::new(StatusCode::CONFLICT, "snapshot_in_use", message),

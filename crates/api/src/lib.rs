@@ -27,7 +27,7 @@ mod tls;
 pub use error::ApiError;
 pub use hosts::SandboxHost;
 pub use openapi::document;
-pub use server::{Lifecycle, Peer, ServeConfig, ServeError, Server, check_base_domain, serve};
+pub use server::{Lifecycle, Peer, ServeConfig, ServeError, Server, SshEndpoint, check_base_domain, serve};
 pub use tls::{Tls, TlsError};
 
 /// What every router holds.
@@ -37,6 +37,8 @@ pub struct AppState {
     pub service: Service,
     /// The domain all host names end in, lower case, without port or trailing dot.
     pub base_domain: Arc<str>,
+    /// Where SSH is spoken, if it is.
+    pub ssh: Option<Arc<SshEndpoint>>,
     /// Whether the server is being stopped.
     pub lifecycle: Lifecycle,
 }

@@ -67,6 +67,19 @@ pub struct ServeConfig {
     pub https: Option<(TcpListener, Tls)>,
     /// The domain all host names end in, such as `stockade.localhost`.
     pub base_domain: String,
+    /// Where SSH is spoken beside it, for clients that ask.
+    pub ssh: Option<SshEndpoint>,
+}
+
+/// Where SSH is spoken, and by whom.
+#[derive(Clone, Debug)]
+pub struct SshEndpoint {
+    /// The address it listens on.
+    pub address: SocketAddr,
+    /// Its public key, as in `known_hosts`.
+    pub host_key: String,
+    /// The same, as `ssh` shows it.
+    pub fingerprint: String,
 }
 
 /// Why the server did not start.
@@ -131,7 +144,12 @@ pub fn check_base_domain(text: &str) -> Result<String, ServeError> {
 pub fn serve(config: ServeConfig, service: Service) -> Result<Server, ServeError> {
     let base_domain = check_base_domain(&config.base_domain)?;
     let lifecycle = Lifecycle::default();
-    let state = AppState { service, base_domain: base_domain.as_str().into(), lifecycle: lifecycle.clone() };
+    let state = AppState {
+        service,
+        base_domain: base_domain.as_str().into(),
+        ssh: config.ssh.map(Arc::new),
+        lifecycle: lifecycle.clone(),
+    };
     let front = Arc::new(Front::new(&state));
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let accept = |listener, tls| {

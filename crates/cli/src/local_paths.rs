@@ -1,6 +1,7 @@
 //! Where a data directory is when nobody says so, and what a running server leaves there for clients.
 
 use std::{
+    net::SocketAddr,
     path::{Path, PathBuf},
     {env, fs, io},
 };
@@ -20,6 +21,11 @@ pub(crate) struct Ready {
     pub(crate) base_domain: String,
     pub(crate) api_key_file: PathBuf,
     pub(crate) ca_file: PathBuf,
+    /// Where SSH into sandboxes is spoken, if it is, and the fingerprint of the key to expect there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) ssh_addr: Option<SocketAddr>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) ssh_host_key: Option<String>,
     pub(crate) pid: u32,
     pub(crate) accel: String,
 }

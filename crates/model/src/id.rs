@@ -91,6 +91,8 @@ define_ids! {
     WorkspaceId: "wsp", "workspace";
     /// One API key (not its text).
     ApiKeyId: "key", "API key";
+    /// One public key for SSH.
+    SshKeyId: "ssh", "SSH key";
 }
 
 fn is_id(text: &str, prefix: &str) -> bool {

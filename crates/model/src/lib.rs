@@ -8,7 +8,7 @@ mod snapshot;
 mod template;
 mod usage;
 
-pub use id::{ApiKeyId, IdError, MachineId, SandboxId, SnapshotId, TemplateId, WorkspaceId};
+pub use id::{ApiKeyId, IdError, MachineId, SandboxId, SnapshotId, SshKeyId, TemplateId, WorkspaceId};
 pub use sandbox::{
     EndCause, Ending, IdleRules, LifeRules, Lineage, OnTimeout, Sandbox, SandboxState, Tier, TransitionError,
     UnknownState,

@@ -71,6 +71,18 @@ pub enum ServiceError {
         /// As asked for.
         name: String,
     },
+    /// No such SSH key in the caller's sight.
+    #[error("SSH key {id:?} not found")]
+    SshKeyNotFound {
+        /// As asked for.
+        id: String,
+    },
+    /// The workspace has this public key already.
+    #[error("the key {fingerprint} is there already")]
+    SshKeyExists {
+        /// Which.
+        fingerprint: String,
+    },
     /// The network cannot be had.
     #[error("no network: {problem}")]
     Network {

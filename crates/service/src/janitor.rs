@@ -22,6 +22,7 @@ pub(crate) async fn sweep_records(core: Arc<Core>) {
             let sandboxes = core.store().purge_ended(before).await?;
             let kept = SignedDuration::try_from(core.config.keep_usage).unwrap_or(SignedDuration::MAX);
             core.store().purge_usage(core.now().checked_sub(kept).unwrap_or(jiff::Timestamp::MIN)).await?;
+            core.store().purge_ssh_keys(core.now()).await?;
             if let Some(network) = &core.network {
                 let (age, most) = network.keep_audit;
                 let age = SignedDuration::try_from(age).unwrap_or(SignedDuration::MAX);

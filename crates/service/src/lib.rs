@@ -35,6 +35,7 @@ mod resume;
 mod running;
 mod service;
 mod snapshots;
+mod ssh_keys;
 mod start;
 mod templates;
 mod usage;
@@ -52,10 +53,10 @@ pub use network::{
     check_secret_name,
 };
 pub use service::Service;
+pub use ssh_keys::SshKeyRequest;
 pub use stockade_engine::SnapshotScope;
 pub use stockade_gateway::{Stats as NetworkStats, policy};
-pub use stockade_store::SandboxEvent;
-pub use stockade_store::TemplateTag;
+pub use stockade_store::{SandboxEvent, SshKeyRecord, TemplateTag};
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 
 /// Who asks: found from an API key.

@@ -26,6 +26,7 @@ mod sandboxes;
 mod seal;
 mod secrets;
 mod snapshots;
+mod ssh_keys;
 mod templates;
 mod usage;
 
@@ -41,5 +42,6 @@ pub use sandboxes::{Inserted, SandboxEvent};
 pub use seal::SecretFile;
 pub use secrets::SecretRecord;
 pub use snapshots::{SnapshotPage, SnapshotPurpose, SnapshotQuery, SnapshotRecord};
+pub use ssh_keys::SshKeyRecord;
 pub use templates::{Built, DEFAULT_TAG, TemplateRecord, TemplateTag};
 pub use usage::{Metered, UsageQuery, UsageRow};

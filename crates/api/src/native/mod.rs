@@ -33,6 +33,7 @@ mod run;
 mod sandboxes;
 mod secrets;
 mod snapshots;
+mod ssh;
 mod stream;
 mod templates;
 mod upload;
@@ -53,6 +54,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .merge(network::routes())
         .merge(secrets::routes())
         .merge(ports::routes())
+        .merge(ssh::routes())
         .merge(exec::routes())
         .merge(run::routes())
         .merge(processes::routes())

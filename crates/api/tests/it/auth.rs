@@ -13,7 +13,7 @@ fn operations(sandbox: &str) -> Vec<(Method, String)> {
     for (path, item) in paths {
         let path = path.replace("{id}", sandbox).replace("{process}", "1").replace("{template}", "base");
         let path = path.replace("{snapshot}", "snapaaaaaaaaaaaaaaaaaaaa").replace("{context}", "any");
-        let path = path.replace("{port}", "80").replace("{name}", "any");
+        let path = path.replace("{port}", "80").replace("{name}", "any").replace("{key}", "any");
         for method in item.as_object().expect("operations").keys().filter(|key| *key != "parameters") {
             operations.push((method.to_uppercase().parse().expect("a method"), path.clone()));
         }

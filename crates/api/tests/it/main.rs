@@ -10,6 +10,7 @@ mod lifecycle;
 mod network;
 mod previews;
 mod sandboxes;
+mod ssh_keys;
 mod support;
 mod tls;
 mod ws;

@@ -40,7 +40,7 @@ impl TestServer {
         let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let tls = Tls::OwnCa { directory: dir.path().join("tls") };
         let https = Some((bind().await, tls));
-        let config = ServeConfig { http: bind().await, https, base_domain: BASE.to_owned() };
+        let config = ServeConfig { http: bind().await, https, base_domain: BASE.to_owned(), ssh: None };
         let server = stockade_api::serve(config, service.clone()).expect("serves");
         Self { host, key, stranger, server, client: reqwest::Client::new(), _dir: dir, _service: service }
     }

@@ -12,6 +12,7 @@ mod network;
 mod refusal;
 mod sandbox;
 mod server;
+mod ssh;
 mod values;
 
 pub(crate) use lifecycle::{Fork, Idle, Pause, Resume, Rollback, Rules, Set, Snapshot, SnapshotCommand, Step, Usage};
@@ -20,6 +21,7 @@ pub(crate) use sandbox::{
     Attach, Code, CodeRun, Cp, Create, Exec, Extend, Kill, Ls, One, Ps, Run, Running, Shell, Template, TemplateBuild,
 };
 pub(crate) use server::{Accel, Bench, Doctor, Env, Extra, Up};
+pub(crate) use ssh::{Ssh, SshKey};
 
 use crate::{failure::BAD_USAGE, ui::Ui};
 
@@ -132,6 +134,11 @@ pub(crate) enum Command {
     Preview(Preview),
     /// Lead a port here to a port of a sandbox, until interrupted
     Tunnel(Tunnel),
+    /// Open a terminal or run a command in a sandbox by the host's own ssh, with a key made for this login
+    Ssh(Ssh),
+    /// Keep the public keys that open your sandboxes over SSH
+    #[command(subcommand)]
+    SshKey(SshKey),
     /// Look at a sandbox's network policy, ask it, change it
     #[command(subcommand)]
     Policy(Policy),

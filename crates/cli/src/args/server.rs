@@ -33,6 +33,9 @@ pub(crate) struct Up {
     /// Where to listen for HTTPS; port 0 takes a free one
     #[arg(long, value_name = "ADDR", env = "STOCKADE_HTTPS", default_value = "127.0.0.1:8443")]
     pub(crate) https: SocketAddr,
+    /// Where to listen for SSH into sandboxes, as in 127.0.0.1:2222; port 0 takes a free one [default: nowhere]
+    #[arg(long, value_name = "ADDR", env = "STOCKADE_SSH")]
+    pub(crate) ssh: Option<SocketAddr>,
     /// A certificate for *.e2b.DOMAIN, *.DOMAIN and DOMAIN, PEM [default: one of a CA of the server's own]
     #[arg(long, value_name = "FILE", env = "STOCKADE_TLS_CERT", requires = "tls_key")]
     pub(crate) tls_cert: Option<PathBuf>,

@@ -21,6 +21,7 @@ mod lifecycle;
 mod network;
 mod sandboxes;
 mod socket;
+mod ssh;
 mod tunnel;
 mod types;
 
@@ -29,6 +30,7 @@ pub(crate) use exec::{ExecEvent, ExecInput, ExecRequest, ExecSession, Exit, PtyS
 pub(crate) use files::WriteOptions;
 pub(crate) use lifecycle::SnapshotQuery;
 pub(crate) use sandboxes::{CreateRequest, ListQuery};
+pub(crate) use ssh::{AddSshKey, SshEndpoint, SshKey};
 pub(crate) use types::{Process, Sandbox, Snapshot, Template, UsageItem, Used};
 
 /// How long a connection may take to come about.

@@ -26,6 +26,7 @@ mod processes;
 mod run;
 mod sandboxes;
 mod snapshots;
+mod ssh;
 mod template;
 mod tunnel;
 mod usage;
@@ -88,6 +89,8 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Cp(args) => cp::cp(&context(&common)?, args).await,
         Command::Preview(args) => tunnel::preview(&context(&common)?, args).await,
         Command::Tunnel(args) => tunnel::tunnel(&context(&common)?, args).await,
+        Command::Ssh(args) => return ssh::ssh(&context(&common)?, args).await,
+        Command::SshKey(args) => ssh::ssh_key(&context(&common)?, args).await,
         Command::Policy(args) => network::policy(&context(&common)?, args).await,
         Command::Secret(args) => network::secret(&context(&common)?, args).await,
         Command::Audit(args) => network::audit(&context(&common)?, args).await,

@@ -5,6 +5,7 @@
 //! format      number of this layout; a newer one is refused, never touched
 //! api-key     the first key's text (0600); another text put there replaces that key at the next start
 //! ready.json  how to reach the server, while it serves
+//! ssh-host-key what SSH clients know the server by (0600), once it has spoken SSH
 //! stockade.db records     tls/ certificates     kernel/ templates/ machines/ what the engine runs
 //! cache/      what templates are built from; may be removed at any time
 //! ```

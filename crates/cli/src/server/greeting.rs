@@ -34,8 +34,12 @@ fn text(data_dir: &DataDir, ready: &Ready, timing: Option<&Timing>, took: Durati
         ("api key", ready.api_key_file.display().to_string()),
         ("ca", ready.ca_file.display().to_string()),
     ];
+    let ssh = ready.ssh_addr.map(|address| {
+        let key = ready.ssh_host_key.as_deref().unwrap_or_default();
+        ("ssh", format!("{address} {key}"))
+    });
     text.push('\n');
-    lines.iter().for_each(|(name, value)| text.push_str(&format!("{name:<9}{value}\n")));
+    lines.iter().chain(&ssh).for_each(|(name, value)| text.push_str(&format!("{name:<9}{value}\n")));
     // Clients look in the default place by themselves.
     let data_dir = data_dir.path();
     let option = if data_dir == default_data_dir() {

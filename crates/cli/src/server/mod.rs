@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use stockade_api::{ServeConfig, Server};
+use stockade_api::{ServeConfig, Server, SshEndpoint};
 use stockade_engine::Engine;
 use stockade_images::Images;
 use stockade_model::Prices;
@@ -40,6 +40,7 @@ mod greeting;
 mod listen;
 mod progress;
 mod self_check;
+mod ssh;
 mod template;
 
 use data_dir::DataDir;
@@ -60,20 +61,33 @@ pub(crate) async fn up(common: &Common, args: Up, ui: Ui) -> Result<(), Failure>
     data_dir.remove_ready();
     let store = open_store(&data_dir).await?;
     data_dir.api_key()?;
+    let ssh = match args.ssh {
+        Some(address) => Some(ssh::Listening::at(address, &data_dir).await?),
+        None => None,
+    };
     let cache = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
     let mut stop = Stop::listen()?;
     let prepared = stop.or(prepare(&data_dir, &cache, &args, (store, checked.network), ui)).await;
     let Some(Prepared { service, accel }) = prepared.transpose()? else { return Ok(()) };
-    let config = ServeConfig { http, https: Some((https, checked.tls)), base_domain: args.base_domain.clone() };
+    let (ssh, endpoint) = ssh.map(|ssh| ssh.serve(service.clone())).transpose()?.unzip();
+    let config = ServeConfig {
+        http,
+        https: Some((https, checked.tls)),
+        base_domain: args.base_domain.clone(),
+        ssh: endpoint.clone(),
+    };
     let server = stockade_api::serve(config, service.clone());
     let server = server.map_err(|error| Failure::new("cannot_serve", chain(&error)))?;
-    let ready = ready(&data_dir, &args, &server, accel);
+    let ready = ready(&data_dir, &args, &server, endpoint, accel);
     let announced = stop.or(announce(&data_dir, &ready, &args, begun, ui)).await.transpose();
     if let Ok(Some(())) = announced {
         stop.told().await;
         ui.note("stopping; sandboxes run on and the next `stockade up` takes them over");
     }
     data_dir.remove_ready();
+    if let Some(ssh) = ssh {
+        ssh.stop().await;
+    }
     server.stop(GRACE).await;
     service.shutdown().await;
     announced.map(drop)
@@ -162,7 +176,7 @@ async fn start_service(
     Ok(service)
 }
 
-fn ready(data_dir: &DataDir, args: &Up, server: &Server, accel: String) -> Ready {
+fn ready(data_dir: &DataDir, args: &Up, server: &Server, ssh: Option<SshEndpoint>, accel: String) -> Ready {
     let https = server.https_address().map_or_else(String::new, |address| format!("https://{address}"));
     Ready {
         http_url: format!("http://{}", server.http_address()),
@@ -170,6 +184,8 @@ fn ready(data_dir: &DataDir, args: &Up, server: &Server, accel: String) -> Ready
         base_domain: args.base_domain.clone(),
         api_key_file: data_dir.key_file(),
         ca_file: server.ca_file().map_or_else(|| data_dir.join("tls/ca.pem"), Path::to_owned),
+        ssh_addr: ssh.as_ref().map(|ssh| ssh.address),
+        ssh_host_key: ssh.map(|ssh| ssh.fingerprint),
         pid: std::process::id(),
         accel,
     }

@@ -45,7 +45,7 @@ impl TestServer {
         let workspace = service.default_workspace().await.expect("a workspace");
         let (_, key) = service.create_api_key(&workspace, "test").await.expect("a key");
         let http = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let config = ServeConfig { http, https: None, base_domain: "stockade.localhost".to_owned() };
+        let config = ServeConfig { http, https: None, base_domain: "stockade.localhost".to_owned(), ssh: None };
         let server = stockade_api::serve(config, service.clone()).expect("a server");
         Self {
             url: format!("http://{}", server.http_address()),
