@@ -1,7 +1,7 @@
 //! What happened to a sandbox, as log entries: each change of its state, with the cause of its end. E2B's own logs are
 //! those of its in-guest server; what a guest writes to its console is at our `/v1/sandboxes/{id}/logs`.
 
-use std::{cmp::Ordering, collections::BTreeMap};
+use std::collections::BTreeMap;
 
 use axum::{
     Extension, Json,
@@ -87,14 +87,13 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn of(&self, entries: Vec<Entry>) -> Vec<Entry> {
-        let mut entries = entries;
+    fn of(&self, mut entries: Vec<Entry>) -> Vec<Entry> {
         entries.retain(|entry| {
-            let before_it = self.from.is_some_and(|from| match self.direction {
-                Direction::Forward => entry.timestamp.cmp(&from) == Ordering::Less,
-                Direction::Backward => entry.timestamp.cmp(&from) == Ordering::Greater,
+            let is_in_time = self.from.is_none_or(|from| match self.direction {
+                Direction::Forward => entry.timestamp >= from,
+                Direction::Backward => entry.timestamp <= from,
             });
-            !before_it && entry.level >= self.level && entry.message.contains(&self.search)
+            is_in_time && entry.level >= self.level && entry.message.contains(&self.search)
         });
         if self.direction == Direction::Backward {
             entries.reverse();
