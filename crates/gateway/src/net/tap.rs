@@ -6,12 +6,15 @@ use std::{
     io::{self, IoSlice, Read, Write},
     os::fd::{AsRawFd, OwnedFd},
     pin::Pin,
+    process::Command,
     sync::Arc,
     task::{Context, Poll, ready},
 };
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf, unix::AsyncFd};
+
+use super::{GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, MTU, PREFIX_LENGTH};
 
 /// Makes a TAP device in the network namespace of the calling thread. Its kernel may leave checksums undone, since
 /// the gateway does not look at them.
@@ -37,6 +40,25 @@ pub fn open(name: &str) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     Ok(tap.into())
+}
+
+/// Makes a TAP device `eth0` in the network namespace of the calling thread and gives the namespace what a guest has:
+/// the guest's addresses, and the gateway as the only way out. Needs the program `ip`.
+pub fn open_as_guest() -> io::Result<OwnedFd> {
+    let device = open("eth0")?;
+    let mac: Vec<String> = GUEST_MAC.iter().map(|byte| format!("{byte:02x}")).collect();
+    for line in [
+        format!("link set eth0 address {} mtu {MTU} up", mac.join(":")),
+        format!("address add {GUEST_ADDRESS}/{PREFIX_LENGTH} dev eth0"),
+        format!("route add default via {GATEWAY_ADDRESS}"),
+        "link set lo up".to_owned(),
+    ] {
+        let status = Command::new("ip").args(line.split(' ')).status()?;
+        if !status.success() {
+            return Err(io::Error::other(format!("ip {line}: {status}")));
+        }
+    }
+    Ok(device)
 }
 
 /// One half of a TAP device.

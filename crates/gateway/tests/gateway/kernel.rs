@@ -15,7 +15,7 @@ use nix::{
 use serde_json::json;
 use stockade_gateway::{
     AttachSpec, Attachment, Framing,
-    net::{GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, MTU, PREFIX_LENGTH, tap},
+    net::{GATEWAY_ADDRESS, tap},
 };
 use stockade_model::SandboxId;
 
@@ -35,20 +35,7 @@ fn enter(resolv_conf: &std::path::Path) -> Result<OwnedFd, String> {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).map_err(text)?;
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).map_err(text)?;
     mount(Some(resolv_conf), "/etc/resolv.conf", None::<&str>, MsFlags::MS_BIND, None::<&str>).map_err(text)?;
-    let device = tap::open("eth0").map_err(|error| error.to_string())?;
-    let mac: Vec<String> = GUEST_MAC.iter().map(|byte| format!("{byte:02x}")).collect();
-    for line in [
-        format!("link set eth0 address {} mtu {MTU} up", mac.join(":")),
-        format!("address add {GUEST_ADDRESS}/{PREFIX_LENGTH} dev eth0"),
-        format!("route add default via {GATEWAY_ADDRESS}"),
-        "link set lo up".to_owned(),
-    ] {
-        let status = Command::new("ip").args(line.split(' ')).status().map_err(|error| error.to_string())?;
-        if !status.success() {
-            return Err(format!("ip {line}: {status}"));
-        }
-    }
-    Ok(device)
+    tap::open_as_guest().map_err(|error| error.to_string())
 }
 
 impl Namespace {

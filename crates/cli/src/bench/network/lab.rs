@@ -4,7 +4,6 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     os::fd::OwnedFd,
-    process::Command,
     sync::{Arc, mpsc},
     thread,
     time::Duration,
@@ -21,7 +20,7 @@ use stockade_gateway::{
     AttachSpec, Attachment, BoxIo, CertificateAuthority, Dialer, Framing, Gateway, GatewayConfig, ResolveError,
     Resolver,
     dns::NameTableRecord,
-    net::{GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, MTU, PREFIX_LENGTH, tap},
+    net::tap,
     policy::{DefaultAction, InterceptPolicy, Policy},
 };
 use stockade_model::SandboxId;
@@ -168,20 +167,7 @@ fn enter_namespace() -> io::Result<(Worker, OwnedFd)> {
 
 fn make_namespace() -> io::Result<OwnedFd> {
     unshare(CloneFlags::CLONE_NEWNET)?;
-    let device = tap::open("eth0")?;
-    let mac: Vec<String> = GUEST_MAC.iter().map(|byte| format!("{byte:02x}")).collect();
-    for line in [
-        format!("link set eth0 address {} mtu {MTU} up", mac.join(":")),
-        format!("address add {GUEST_ADDRESS}/{PREFIX_LENGTH} dev eth0"),
-        format!("route add default via {GATEWAY_ADDRESS}"),
-        "link set lo up".to_owned(),
-    ] {
-        let status = Command::new("ip").args(line.split(' ')).status()?;
-        if !status.success() {
-            return Err(io::Error::other(format!("ip {line}: {status}")));
-        }
-    }
-    Ok(device)
+    tap::open_as_guest()
 }
 
 /// A server's own authority and its certificate for both names.
