@@ -24,6 +24,7 @@ mod guest_error;
 mod misc;
 mod process;
 mod range;
+mod uploads;
 mod watchers;
 
 pub(super) use watchers::Watchers;
@@ -92,8 +93,9 @@ pub(super) fn router() -> Router {
         .route("/metrics", get(misc::metrics))
         .route("/envs", get(misc::envs))
         .route_layer(middleware::from_fn(require_token));
-    let files =
-        Router::new().route("/files", get(files::download).post(files::upload)).layer(RequestDecompressionLayer::new());
+    let files = Router::new()
+        .route("/files", get(files::download).post(uploads::upload))
+        .layer(RequestDecompressionLayer::new());
     Router::new()
         .route("/health", get(misc::health))
         .merge(files)
