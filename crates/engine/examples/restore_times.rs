@@ -45,7 +45,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let begin = Instant::now();
         machine.kill().await?;
         let killed = begin.elapsed();
-        bare.push(engine.bare_restore(&template).await?.as_secs_f64() * 1000.0);
+        bare.push(engine.bare_times(&template).await?.restore.as_secs_f64() * 1000.0);
         println!(
             "start {started:.1?}, first reply {elapsed:.1?}, kill {killed:.1?}, bare {:.1} ms",
             bare[bare.len() - 1]

@@ -69,7 +69,7 @@ impl Bench {
     async fn bare(&self, name: &str) -> Outcome<()> {
         let mut times = Vec::new();
         for _ in 0..self.rounds {
-            times.push(self.engine.bare_restore(&self.template).await?);
+            times.push(self.engine.bare_times(&self.template).await?.restore);
         }
         show(name, times);
         Ok(())

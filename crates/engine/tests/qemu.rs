@@ -294,7 +294,7 @@ async fn kvm_is_judged_by_running_a_kernel_and_the_verdict_is_kept() {
 #[tokio::test]
 async fn the_bare_emulator_restores_the_same_template() {
     let rig = Rig::new().await;
-    let took = rig.engine.bare_restore(&rig.template).await.expect("restored");
+    let took = rig.engine.bare_times(&rig.template).await.expect("restored").restore;
     assert!(took > Duration::ZERO);
 }
 

@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, sync::Arc};
 
-use stockade_engine::qemu::QemuEngine;
+use stockade_engine::qemu::{BareMachine, QemuEngine};
 use tempfile::TempDir;
 
 use super::server::Throwaway;
@@ -47,7 +47,11 @@ impl Emulator {
 
     /// From the start of the emulator's process to the guest agent's first reply, in milliseconds.
     pub(super) async fn restore(&self) -> Result<f64, Failure> {
-        let elapsed = self.engine.bare_restore(&self.template).await;
-        elapsed.map(|elapsed| elapsed.as_secs_f64() * 1e3).map_err(|error| engine_failure(&error))
+        Ok(self.times().await?.restore)
+    }
+
+    /// A restored machine.
+    pub(super) async fn start(&self) -> Result<BareMachine, Failure> {
+        self.engine.start_bare(&self.template).await.map_err(|error| engine_failure(&error))
     }
 }

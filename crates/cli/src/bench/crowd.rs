@@ -7,14 +7,12 @@ use super::{IDLE_FOR, PAUSE, measure::Samples, report::Measure, rounds, server::
 use crate::{failure::Failure, ui::Ui};
 
 const IN_FLIGHT: usize = 4;
-/// They are still there when the last one is measured.
-const LIFETIME_SECONDS: f64 = 6.0 * 3600.0;
 
 pub(super) async fn measure(server: &Throwaway, count: usize, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
     ui.note(&format!("requests on an otherwise empty server: {n} each"));
     let mut measures = requests(server, 0, n).await?;
     ui.note(&format!("{count} idle sandboxes, {IN_FLIGHT} in flight"));
-    let create = |_| rounds::create_for(&server.client, LIFETIME_SECONDS);
+    let create = |_| rounds::create(&server.client);
     let made: Vec<_> = stream::iter(0..count).map(create).buffer_unordered(IN_FLIGHT).collect().await;
     let mut creates = Samples::default();
     made.iter().for_each(|made| creates.push(made.as_ref().map(|(_, elapsed)| *elapsed)));
@@ -46,7 +44,7 @@ async fn at_rest(server: &Throwaway, count: usize) -> [Measure; 3] {
 /// One sandbox more, and what is asked of it.
 async fn requests(server: &Throwaway, beside: usize, n: usize) -> Result<Vec<Measure>, Failure> {
     let client = &server.client;
-    let (id, _) = rounds::create_for(client, LIFETIME_SECONDS).await?;
+    let (id, _) = rounds::create(client).await?;
     rounds::exec_round_trip(client, &id).await?;
     let (mut first, mut exec, mut stat, mut list) =
         (Samples::default(), Samples::default(), Samples::default(), Samples::default());

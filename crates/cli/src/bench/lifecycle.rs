@@ -24,10 +24,10 @@ const DEPTHS: [usize; 3] = [1, 5, 10];
 const FEW: usize = 5;
 const STILL_FOR: Duration = Duration::from_secs(10);
 
-pub(super) async fn measure(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+pub(super) async fn measure(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<Measure>) -> Result<(), Failure> {
     let emulator = Emulator::of(server).await?;
     let few = n.min(FEW);
-    let mut measures = bare(&emulator, n, ui).await?;
+    measures.extend(bare(&emulator, n, ui).await?);
     for mib in CHANGED_MIB {
         measures.extend(snapshots(server, mib, n, ui).await?);
     }
@@ -38,7 +38,7 @@ pub(super) async fn measure(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<
     measures.extend(tiers(server, n, ui).await?);
     measures.extend(depths(server, few, ui).await?);
     measures.extend(standby(server, ui).await?);
-    Ok(measures)
+    Ok(())
 }
 
 async fn bare(emulator: &Emulator, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {

@@ -20,6 +20,7 @@ use crate::{
     args::{Accel, Bench, Common},
     failure::{FAILED, Failure},
     local_paths::default_data_dir,
+    server::engine::engine_failure,
     ui::Ui,
 };
 
@@ -66,18 +67,33 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         server.stop().await?;
         return tell(Report::new(host, n, measured?), args.json_file.flatten().as_deref(), ui);
     }
-    let stages = async {
-        measures.extend(restores(&server, n, ui).await?);
-        measures.extend(round_trips(&server, n, ui).await?);
-        measures.extend(idle_memory(&server, ui).await?);
-        measures.extend(lifecycle::measure(&server, n, ui).await?);
-        Ok(())
-    };
-    let result: Result<(), Failure> = stages.await;
+    let outcome = without_pool(&server, n, ui, &mut measures).await;
     server.stop().await?;
-    result?;
+    let outcome = match outcome {
+        Ok(()) => with_pool(&cache_dir, accel, n, ui, &mut measures).await,
+        failed => failed,
+    };
+    // What was measured before something failed is worth telling.
+    let code = tell(Report::new(host, n, measures), args.json_file.flatten().as_deref(), ui)?;
+    outcome.map(|()| code)
+}
+
+async fn without_pool(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<Measure>) -> Result<(), Failure> {
+    measures.extend(restores(server, n, ui).await?);
+    measures.extend(round_trips(server, n, ui).await?);
+    measures.extend(idle_memory(server, ui).await?);
+    lifecycle::measure(server, n, ui, measures).await
+}
+
+async fn with_pool(
+    cache_dir: &Path,
+    accel: &'static str,
+    n: usize,
+    ui: Ui,
+    measures: &mut Vec<Measure>,
+) -> Result<(), Failure> {
     ui.note("starting a server with a pool");
-    let server = Throwaway::start(&cache_dir, accel, POOL).await?;
+    let server = Throwaway::start(cache_dir, accel, POOL).await?;
     let stages = async {
         measures.push(claims(&server, n, ui).await?);
         for in_flight in IN_FLIGHT {
@@ -85,10 +101,9 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         }
         Ok(())
     };
-    let result: Result<(), Failure> = stages.await;
+    let outcome = stages.await;
     server.stop().await?;
-    result?;
-    tell(Report::new(host, n, measures), args.json_file.flatten().as_deref(), ui)
+    outcome
 }
 
 fn tell(report: Report, file: Option<&Path>, ui: Ui) -> Result<u8, Failure> {
@@ -149,35 +164,53 @@ async fn round_trips(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure
     ])
 }
 
+/// What idle sandboxes hold, and as many machines of the bare emulator.
 async fn idle_memory(server: &Throwaway, ui: Ui) -> Result<Vec<Measure>, Failure> {
-    ui.note(&format!("memory of {IDLE_SANDBOXES} idle sandboxes"));
+    ui.note(&format!("memory of {IDLE_SANDBOXES} idle sandboxes, then of as many bare machines"));
     let mut ids = Vec::new();
     for _ in 0..IDLE_SANDBOXES {
         ids.push(rounds::create(&server.client).await?.0);
     }
     time::sleep(IDLE_FOR).await;
-    let (mut private, mut proportional) = (Samples::default(), Samples::default());
-    for memory in server.memory() {
-        private.push(memory.clone().map(|(private, _)| private));
-        proportional.push(memory.map(|(_, proportional)| proportional));
-    }
+    let mut measures = Vec::from(memory_measures("idle sandbox", server.memory()));
     for id in ids {
         server.client.kill(&id).await?;
     }
     server.settle(0).await?;
-    Ok(vec![
-        Measure::new("idle sandbox, private memory", "MiB", private),
-        Measure::new("idle sandbox, proportional memory", "MiB", proportional),
-    ])
+
+    let emulator = bare::Emulator::of(server).await?;
+    let mut machines = Vec::new();
+    for _ in 0..IDLE_SANDBOXES {
+        machines.push(emulator.start().await?);
+    }
+    time::sleep(IDLE_FOR).await;
+    let pids = machines.iter().filter_map(|machine| machine.pid().and_then(|pid| i32::try_from(pid).ok()));
+    measures.extend(memory_measures("bare emulator: idle", pids.map(server::memory_of).collect()));
+    for machine in machines {
+        machine.end().await.map_err(|error| engine_failure(&error))?;
+    }
+    Ok(measures)
+}
+
+fn memory_measures(of: &str, held: Vec<Result<(f64, f64), String>>) -> [Measure; 2] {
+    let (mut private, mut proportional) = (Samples::default(), Samples::default());
+    for memory in held {
+        private.push(memory.clone().map(|(private, _)| private));
+        proportional.push(memory.map(|(_, proportional)| proportional));
+    }
+    [
+        Measure::new(format!("{of}, private memory"), "MiB", private),
+        Measure::new(format!("{of}, proportional memory"), "MiB", proportional),
+    ]
 }
 
 async fn claims(server: &Throwaway, n: usize, ui: Ui) -> Result<Measure, Failure> {
     ui.note(&format!("claims from the pool: {n}"));
     let mut claims = Samples::default();
-    server.settle(POOL).await?;
+    server.settle_pool(POOL).await?;
     rounds::create_to_output(&server.client).await?;
     for _ in 0..n {
-        server.settle(POOL).await?;
+        server.settle_pool(POOL).await?;
         time::sleep(PAUSE).await;
         claims.push(rounds::create_to_output(&server.client).await);
     }
@@ -188,7 +221,7 @@ async fn creates(server: &Throwaway, n: usize, in_flight: usize, ui: Ui) -> Resu
     // 100 by default at the widest.
     let count = (n * 5).min(n * 2 + in_flight * 4).max(in_flight);
     ui.note(&format!("{count} creates, {in_flight} in flight"));
-    server.settle(POOL).await?;
+    server.settle_pool(POOL).await?;
     time::sleep(PAUSE).await;
     let burst = rounds::burst(server, count, in_flight).await?;
     Ok([

@@ -107,6 +107,28 @@ impl Throwaway {
         }
     }
 
+    /// Waits until the pool has no less than this many machines and has stopped growing or shrinking: it follows
+    /// demand. No sandbox may be there.
+    pub(super) async fn settle_pool(&self, least: usize) -> Result<(), Failure> {
+        const STILL: Duration = Duration::from_secs(1);
+        let deadline = Instant::now() + Duration::from_secs(120);
+        let (mut seen, mut since) = (usize::MAX, Instant::now());
+        loop {
+            let records = self.machines();
+            let is_full = records.len() >= least && records.iter().all(|record| record.is_complete);
+            if !is_full || records.len() != seen {
+                (seen, since) = (records.len(), Instant::now());
+            } else if since.elapsed() >= STILL {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let message = format!("the pool has {seen} machines after two minutes and is still changing");
+                return Err(Failure::new("bench_unsettled", message));
+            }
+            time::sleep(POLL).await;
+        }
+    }
+
     /// Private and proportional memory of each emulator, in MiB.
     pub(super) fn memory(&self) -> Vec<Result<(f64, f64), String>> {
         let pids =
@@ -167,7 +189,8 @@ fn cpu_seconds_of(pid: i32) -> Option<f64> {
     Some((ticks(11)? + ticks(12)?) / per_second)
 }
 
-fn memory_of(pid: i32) -> Result<(f64, f64), String> {
+/// Private and proportional memory of a process, in MiB.
+pub(super) fn memory_of(pid: i32) -> Result<(f64, f64), String> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let text = fs::read_to_string(&path).map_err(|error: io::Error| format!("{path}: {error}"))?;
     let mib = |names: &[&str]| {

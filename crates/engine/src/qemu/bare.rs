@@ -12,11 +12,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde_json::json;
-use tokio::{net::UnixStream, process::Command};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::{
+    net::UnixStream,
+    process::{Child, Command},
+};
 
 use super::{
-    Host, agent, command_line,
+    Host, Limits, agent, command_line,
     command_line::{Layer, MachineArguments, Origin, RootDisk, TEMPLATE_NODE},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, Manifest, ROOT},
     qmp::Qmp,
@@ -37,7 +41,53 @@ pub struct BareTimes {
     pub wake: Duration,
 }
 
-pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path) -> Result<BareTimes, EngineError> {
+/// A machine that was restored by the emulator alone. It ends when it is dropped.
+#[derive(Debug)]
+pub struct BareMachine {
+    child: Child,
+    control: Qmp,
+    agent: UnixStream,
+    limits: Limits,
+    restore: Duration,
+    directory: TempDir,
+    /// Held open: the emulator was given them.
+    _given: (File, UnixListener),
+}
+
+impl BareMachine {
+    /// The emulator's process; `None`: it has ended.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.child.id()
+    }
+
+    /// What it took, and what two halts of it take.
+    pub(crate) async fn times(&mut self) -> Result<BareTimes, EngineError> {
+        let begin = Instant::now();
+        self.run("stop", json!({})).await?;
+        let devices = self.directory.path().join("devices").display().to_string();
+        self.run("xen-save-devices-state", json!({ "filename": devices, "live": false })).await?;
+        self.run("cont", json!({})).await?;
+        let snapshot_pause = begin.elapsed();
+
+        self.run("stop", json!({})).await?;
+        let begin = Instant::now();
+        self.run("cont", json!({})).await?;
+        agent::hello(&mut self.agent, self.limits.guest_patience).await?;
+        Ok(BareTimes { restore: self.restore, snapshot_pause, wake: begin.elapsed() })
+    }
+
+    /// Ends it and waits until it has ended.
+    pub async fn end(mut self) -> Result<(), EngineError> {
+        self.child.kill().await.map_err(EngineError::host("end the emulator"))
+    }
+
+    async fn run(&self, command: &'static str, arguments: Value) -> Result<(), EngineError> {
+        self.control.run(command, arguments, self.limits.command_patience).await.map(drop)
+    }
+}
+
+pub(crate) async fn start(host: &Arc<Host>, memories: &Memories, template: &Path) -> Result<BareMachine, EngineError> {
     let template = fs::canonicalize(template).map_err(EngineError::host(format!("find {}", template.display())))?;
     let manifest = Manifest::check(&template, &host.needs)?;
     let memory = memories.get(host, &template, &manifest).await?;
@@ -97,7 +147,7 @@ pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path
     }
 
     let begin = Instant::now();
-    let mut child = command.spawn().map_err(EngineError::host("start the emulator"))?;
+    let child = command.spawn().map_err(EngineError::host("start the emulator"))?;
     drop((control, console, network));
     let limits = &host.limits;
     let qmp = Qmp::open(connect("control").await?, limits.restore_patience).await?;
@@ -108,20 +158,6 @@ pub(crate) async fn times(host: &Arc<Host>, memories: &Memories, template: &Path
     let mut stream = connect("link").await?;
     agent::hello(&mut stream, limits.guest_patience).await?;
     let restore = begin.elapsed();
-
-    let begin = Instant::now();
-    qmp.run("stop", json!({}), limits.command_patience).await?;
-    let devices = json!({ "filename": text(&directory.path().join("devices")), "live": false });
-    qmp.run("xen-save-devices-state", devices, limits.command_patience).await?;
-    qmp.run("cont", json!({}), limits.command_patience).await?;
-    let snapshot_pause = begin.elapsed();
-
-    qmp.run("stop", json!({}), limits.command_patience).await?;
-    let begin = Instant::now();
-    qmp.run("cont", json!({}), limits.command_patience).await?;
-    agent::hello(&mut stream, limits.guest_patience).await?;
-    let wake = begin.elapsed();
-    drop(link);
-    child.kill().await.map_err(EngineError::host("end the emulator"))?;
-    Ok(BareTimes { restore, snapshot_pause, wake })
+    let limits = limits.clone();
+    Ok(BareMachine { child, control: qmp, agent: stream, limits, restore, directory, _given: (state, link) })
 }

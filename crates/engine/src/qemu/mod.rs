@@ -17,7 +17,6 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
-    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -60,7 +59,7 @@ mod tail;
 mod template;
 mod usage;
 
-pub use bare::BareTimes;
+pub use bare::{BareMachine, BareTimes};
 pub use config::{AcceleratorChoice, Limits, QemuConfig};
 pub use machine::QemuMachine;
 pub use probe::KvmVerdict;
@@ -126,21 +125,23 @@ impl QemuEngine {
     }
 
     /// Restores a machine as a bare emulator would: no jail, no control group, nothing of ours around it.
-    /// Returns the time from starting the process to the agent's first answer; the machine is ended then.
     /// For the benchmark's other side.
     ///
     /// # Errors
     /// As for [`Engine::start`].
-    pub async fn bare_restore(&self, template: &Path) -> Result<Duration, EngineError> {
-        Ok(self.bare_times(template).await?.restore)
+    pub async fn start_bare(&self, template: &Path) -> Result<BareMachine, EngineError> {
+        bare::start(&self.host, &self.memories, template).await
     }
 
-    /// The same, and what a halt and a snapshot's halt cost it. For the benchmark's other side.
+    /// What such a restore takes until the agent's first answer, and what a halt and a snapshot's halt take.
     ///
     /// # Errors
     /// As for [`Engine::start`].
     pub async fn bare_times(&self, template: &Path) -> Result<BareTimes, EngineError> {
-        bare::times(&self.host, &self.memories, template).await
+        let mut machine = self.start_bare(template).await?;
+        let times = machine.times().await?;
+        machine.end().await?;
+        Ok(times)
     }
 
     /// As [`Engine::start`], with the driver's own type.
