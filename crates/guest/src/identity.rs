@@ -166,18 +166,48 @@ fn machine_id(entropy: &[u8]) -> String {
 
 /// Writes a small file in place (an open descriptor sees it), as root, mode 0644, parents made.
 fn write(path: &Path, text: &str) -> Result<()> {
-    let attempt = || -> io::Result<()> {
-        match fs::write(path, text) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
-                fs::write(path, text)?;
-            }
-            other => other?,
+    let attempt = || match write_over(path, text) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
+            write_over(path, text)
         }
-        fs::set_permissions(path, fs::Permissions::from_mode(0o644))
+        other => other,
     };
     attempt().map_err(|error| match error.raw_os_error() {
         Some(libc::ENOSPC) => ErrorBody::new(ErrorCode::NoSpace, format!("no space to write {}", path.display())),
         _ => failed(format_args!("write {}", path.display()))(error),
     })
+}
+
+/// Does not empty the file first: its block would be given back, and ext4 would find a new one and write it out before
+/// the file is closed, which takes seven times as long.
+fn write_over(path: &Path, text: &str) -> io::Result<()> {
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(false).mode(0o644).open(path)?;
+    file.write_all(text.as_bytes())?;
+    let metadata = file.metadata()?;
+    if metadata.len() > text.len() as u64 {
+        file.set_len(text.len() as u64)?;
+    }
+    if metadata.permissions().mode() & 0o7777 != 0o644 {
+        file.set_permissions(fs::Permissions::from_mode(0o644))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_written_over_holds_the_new_text_alone() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("etc/hostname");
+        for text in ["a-rather-long-name\n", "short\n", "", "another\n"] {
+            write(&path, text).expect("written");
+            assert_eq!(fs::read_to_string(&path).expect("read"), text);
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("changed");
+        write(&path, "readable").expect("written");
+        assert_eq!(fs::metadata(&path).expect("there").permissions().mode() & 0o7777, 0o644);
+    }
 }

@@ -49,6 +49,7 @@ async fn whole(agent: &Agent, path: &str, request: Request<Incoming>) -> Result<
             .await?;
             Ok(http::done())
         }
+        route::REHEARSAL if is_post => Ok(Response::new(Reply::Output(agent.rehearse().await?))),
         route::STATS if is_get => http::json(&stats::sample(agent)?),
         route::PROCESSES if is_post => {
             let reader = agent.start_process(http::read_json(request).await?).await?;

@@ -215,9 +215,14 @@ async fn introduce(core: &Core, machine: &Arc<dyn Machine>, identity: impl Fn() 
     }
 }
 
-pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, told: Told) -> Identity {
+/// Random bytes for a guest's generator, as the agent takes them.
+pub(crate) fn fresh_entropy() -> String {
     let mut entropy = [0; ENTROPY_BYTES];
     getrandom::fill(&mut entropy).expect("the kernel's random generator works once it is seeded");
+    BASE64_STANDARD.encode(entropy)
+}
+
+pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, told: Told) -> Identity {
     let mut env = template.env.clone();
     env.extend(sandbox.env.clone());
     // Which of its siblings a child is: so that one command can do eight different things in eight children.
@@ -230,7 +235,7 @@ pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, t
         template_id: template.id.to_string(),
         hostname: sandbox.id.to_string(),
         unix_time_ns: u64::try_from(now.as_nanosecond()).unwrap_or_default(),
-        entropy: BASE64_STANDARD.encode(entropy),
+        entropy: fresh_entropy(),
         env,
         default_user: template.default_user.clone(),
         default_cwd: template.default_cwd.clone(),

@@ -16,12 +16,14 @@ use std::{
 
 use futures::FutureExt;
 use stockade_engine::Machine;
-use stockade_model::{MachineId, SnapshotId, TemplateId};
+use stockade_model::{Accelerator, MachineId, SnapshotId, Template, TemplateId};
+use stockade_wire::machine::Identity;
 use tokio::{sync::Notify, time::Instant};
 use tracing::{debug, warn};
 
 use crate::{
     core::{Core, Pauses},
+    create::fresh_entropy,
     live::{Source, Take},
 };
 
@@ -66,6 +68,16 @@ impl Kind {
 struct Place {
     template: PathBuf,
     snapshot: Option<PathBuf>,
+    /// What its machines rehearse as.
+    role: Option<Role>,
+}
+
+/// Whom an emulated machine is told to be while it waits to be claimed.
+#[derive(Clone, Debug)]
+struct Role {
+    template: TemplateId,
+    user: String,
+    directory: Option<String>,
 }
 
 struct Ready {
@@ -139,9 +151,14 @@ impl Pool {
     }
 
     /// Keeps machines of a template ready from now on.
-    pub(crate) fn add_template(&self, id: TemplateId, directory: PathBuf) {
-        let place = Place { template: directory, snapshot: None };
-        self.lock().entry(Kind::Template(id)).or_insert_with(|| Ready::new(place, self.size));
+    pub(crate) fn add_template(&self, template: &Template, directory: PathBuf) {
+        let role = Role {
+            template: template.id.clone(),
+            user: template.default_user.clone(),
+            directory: template.default_cwd.clone(),
+        };
+        let place = Place { template: directory, snapshot: None, role: Some(role) };
+        self.lock().entry(Kind::Template(template.id.clone())).or_insert_with(|| Ready::new(place, self.size));
         self.wake();
     }
 
@@ -159,7 +176,8 @@ impl Pool {
         let held = {
             let mut kinds = self.lock();
             if matches!(kind, Kind::Snapshot(_)) && !kinds.contains_key(kind) {
-                let place = Place { template: template.to_owned(), snapshot: snapshot.map(Path::to_owned) };
+                // What runs in a snapshot must not run before somebody has it.
+                let place = Place { template: template.to_owned(), snapshot: snapshot.map(Path::to_owned), role: None };
                 kinds.insert(kind.clone(), Ready::new(place, 0));
             }
             let ready = kinds.get_mut(kind)?;
@@ -297,9 +315,46 @@ async fn restore(core: &Core, kind: &Kind, place: &Place) -> Result<(), Box<dyn 
             return Err(late.into());
         }
     };
+    if let Some(role) = &place.role
+        && core.engine().info().accelerator == Accelerator::Tcg
+        && let Err(error) = rehearse(core, &machine, role).await
+    {
+        core.remove_for_certain(machine).await;
+        return Err(error);
+    }
     debug!(?kind, machine = %id, "pool machine ready");
     give_back(core, kind, machine).await;
     Ok(())
+}
+
+/// Goes through what a claim and a first command go through, and halts the machine again. An emulator translates what
+/// its guest runs when it runs it first; a claimed machine would spend half a second on that before its first output.
+/// Nothing is left of it but what the template's own programs do in that time, without a network.
+async fn rehearse(
+    core: &Core,
+    machine: &Arc<dyn Machine>,
+    role: &Role,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    let identity = Identity {
+        sandbox_id: machine.id().to_string(),
+        template_id: role.template.to_string(),
+        hostname: machine.id().to_string(),
+        unix_time_ns: u64::try_from(core.clock().now().as_nanosecond()).unwrap_or_default(),
+        entropy: fresh_entropy(),
+        env: BTreeMap::new(),
+        default_user: role.user.clone(),
+        default_cwd: role.directory.clone(),
+        files: BTreeMap::new(),
+        network: core.network.as_ref().map(|network| network.for_guest()),
+    };
+    let steps = async {
+        machine.resume().await?;
+        let guest = machine.guest().await?;
+        guest.set_identity(&identity).await?;
+        guest.rehearse().await?;
+        machine.pause().await
+    };
+    Ok(tokio::time::timeout(core.config.step_patience, steps).await??)
 }
 
 /// Machines that ended while they waited.

@@ -15,7 +15,6 @@ impl Service {
     pub async fn register_template(&self, template: Template, directory: &Path) -> Result<(), ServiceError> {
         let core = &self.handle.core;
         core.engine().check_template(directory).await?;
-        let (id, ready) = (template.id.clone(), template.state == TemplateState::Ready);
         let record = TemplateRecord { template, directory: directory.to_owned(), built: None };
         core.store().put_template(&record).await.map_err(store_error)?;
         for other in core.store().all_templates().await.map_err(store_error)? {
@@ -25,8 +24,8 @@ impl Service {
                 }
             }
         }
-        if ready {
-            core.pool.add_template(id, record.directory);
+        if record.template.state == TemplateState::Ready {
+            core.pool.add_template(&record.template, record.directory);
         }
         Ok(())
     }
@@ -70,7 +69,7 @@ pub(crate) async fn fill_pool(core: &Arc<Core>) -> Result<(), ServiceError> {
             continue;
         }
         match core.engine().check_template(&record.directory).await {
-            Ok(()) => core.pool.add_template(record.template.id, record.directory),
+            Ok(()) => core.pool.add_template(&record.template, record.directory),
             Err(error) => {
                 let name = record.template.name;
                 warn!(template = %record.template.id, name, error = &error as &dyn std::error::Error, "template cannot be used");

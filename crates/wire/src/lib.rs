@@ -43,6 +43,8 @@ pub mod route {
     pub const HEALTH: &str = "/v1/health";
     /// `POST` [`Identity`](crate::machine::Identity) → `{}`; repeatable.
     pub const IDENTITY: &str = "/v1/identity";
+    /// `POST` → event frames of a command that does nothing, run as the default user and forgotten when it ends.
+    pub const REHEARSAL: &str = "/v1/rehearsal";
     /// `POST` → `{}` once the guest's file systems are written to its disk.
     pub const SYNC: &str = "/v1/sync";
     /// `GET` → [`Stats`](crate::machine::Stats).

@@ -50,6 +50,12 @@ impl Emulator {
         Ok(self.times().await?.restore)
     }
 
+    /// From the start of the emulator's process to a first command's output, in milliseconds.
+    pub(super) async fn first_output(&self) -> Result<f64, Failure> {
+        let elapsed = self.engine.bare_first_output(&self.template).await;
+        elapsed.map(|elapsed| elapsed.as_secs_f64() * 1e3).map_err(|error| engine_failure(&error))
+    }
+
     /// A restored machine.
     pub(super) async fn start(&self) -> Result<BareMachine, Failure> {
         self.engine.start_bare(&self.template).await.map_err(|error| engine_failure(&error))

@@ -9,7 +9,7 @@ mod streams;
 use std::{collections::BTreeMap, fmt, pin::Pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use futures::Stream;
+use futures::{Stream, StreamExt};
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Empty, Full};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -159,6 +159,16 @@ impl GuestClient {
     pub async fn sync(&self) -> Result<(), EngineError> {
         let answer = self.exchange(Method::POST, route::SYNC, empty()).await?;
         parse(answer, MAX_JSON_BYTES).await.map(drop_empty)
+    }
+
+    /// Has the agent go through all a command goes through, with one that does nothing, up to its end.
+    pub async fn rehearse(&self) -> Result<(), EngineError> {
+        let answer = within(ANSWER_PATIENCE, true, self.exchange(Method::POST, route::REHEARSAL, empty())).await?;
+        let mut events = process_events(answer).await?.events;
+        while let Some(event) = events.next().await {
+            event?;
+        }
+        Ok(())
     }
 
     /// How the machine does.

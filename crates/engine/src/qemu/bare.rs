@@ -1,6 +1,7 @@
 //! The bare side of the benchmark: the same emulator on the same template, nothing of ours around it.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     os::{
         fd::AsRawFd,
@@ -12,7 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures::StreamExt as _;
 use serde_json::{Value, json};
+use stockade_wire::{
+    event::Event,
+    process::{Command as GuestCommand, StartRequest},
+};
 use tempfile::TempDir;
 use tokio::{
     net::UnixStream,
@@ -27,7 +33,7 @@ use super::{
     restore::Memories,
     template::{migrate, set_capabilities},
 };
-use crate::EngineError;
+use crate::{EngineError, GuestClient};
 
 /// What the emulator takes for itself.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +54,7 @@ pub struct BareMachine {
     control: Qmp,
     agent: UnixStream,
     limits: Limits,
+    begun: Instant,
     restore: Duration,
     directory: TempDir,
     /// Held open: the emulator was given them.
@@ -75,6 +82,35 @@ impl BareMachine {
         self.run("cont", json!({})).await?;
         agent::hello(&mut self.agent, self.limits.guest_patience).await?;
         Ok(BareTimes { restore: self.restore, snapshot_pause, wake: begin.elapsed() })
+    }
+
+    /// Runs a first command through the agent and ends. From the start of the emulator's process to the command's
+    /// first output: what a restored machine needs until it is of use, with nothing of ours but the agent.
+    pub(crate) async fn first_output(self) -> Result<Duration, EngineError> {
+        let Self { mut child, agent, limits, begun, directory, _given, .. } = self;
+        let guest = GuestClient::open(agent, limits.guest_patience).await?;
+        let request = StartRequest {
+            command: GuestCommand::Argv(vec!["/bin/echo".to_owned(), "ready".to_owned()]),
+            user: None,
+            cwd: None,
+            env: BTreeMap::new(),
+            stdin: false,
+            pty: None,
+            timeout_ms: None,
+            tag: None,
+        };
+        let mut events = guest.start(&request).await?.events;
+        let mut first = None;
+        while let Some(event) = events.next().await {
+            if matches!(event?, Event::Stdout(_)) {
+                first = Some(begun.elapsed());
+                break;
+            }
+        }
+        child.kill().await.map_err(EngineError::host("end the emulator"))?;
+        drop((directory, _given));
+        let silent = || EngineError::GuestSilent { waited: begun.elapsed(), console: String::new() };
+        first.ok_or_else(silent)
     }
 
     /// Ends it and waits until it has ended.
@@ -159,5 +195,14 @@ pub(crate) async fn start(host: &Arc<Host>, memories: &Memories, template: &Path
     agent::hello(&mut stream, limits.guest_patience).await?;
     let restore = begin.elapsed();
     let limits = limits.clone();
-    Ok(BareMachine { child, control: qmp, agent: stream, limits, restore, directory, _given: (state, link) })
+    Ok(BareMachine {
+        child,
+        control: qmp,
+        agent: stream,
+        limits,
+        begun: begin,
+        restore,
+        directory,
+        _given: (state, link),
+    })
 }

@@ -17,6 +17,7 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -142,6 +143,14 @@ impl QemuEngine {
         let times = machine.times().await?;
         machine.end().await?;
         Ok(times)
+    }
+
+    /// What such a machine takes from the start of its process to the first output of a command in it.
+    ///
+    /// # Errors
+    /// As for [`Engine::start`].
+    pub async fn bare_first_output(&self, template: &Path) -> Result<Duration, EngineError> {
+        self.start_bare(template).await?.first_output().await
     }
 
     /// As [`Engine::start`], with the driver's own type.

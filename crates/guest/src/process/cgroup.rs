@@ -30,6 +30,8 @@ pub(crate) struct Cgroups {
     next: AtomicU64,
     /// How many tasks one process's group may hold, as text; `None` where the kernel does not count.
     tasks: Option<String>,
+    /// Made ahead, so that a process need not wait for it.
+    spare: Mutex<Option<Cgroup>>,
     /// Groups whose process has ended but that still held descendants when it did.
     left: Mutex<Vec<PathBuf>>,
 }
@@ -45,11 +47,29 @@ impl Cgroups {
     pub(crate) fn open() -> Option<Self> {
         let all = fs::read_to_string(format!("{USER_GROUP}/pids.max")).ok();
         let tasks = all.and_then(|all| all.trim().parse::<u64>().ok()).map(|all| (all / 5 * 4).to_string());
-        Path::new(USER_GROUP).is_dir().then(|| Self { next: AtomicU64::new(1), tasks, left: Mutex::default() })
+        Path::new(USER_GROUP).is_dir().then(|| {
+            let (spare, left) = <_>::default();
+            let groups = Self { next: AtomicU64::new(1), tasks, spare, left };
+            groups.make_spare();
+            groups
+        })
     }
 
-    /// Makes a group for a process to be born into.
-    pub(super) fn make(&self) -> io::Result<Cgroup> {
+    /// A group for a process to be born into.
+    pub(super) fn take(&self) -> io::Result<Cgroup> {
+        let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).take();
+        spare.map_or_else(|| self.make(), Ok)
+    }
+
+    /// Makes the group of a process to come, unless there is one. Should that fail, the process makes its own.
+    pub(super) fn make_spare(&self) {
+        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        if spare.is_none() {
+            *spare = self.make().ok();
+        }
+    }
+
+    fn make(&self) -> io::Result<Cgroup> {
         let path = Path::new(USER_GROUP).join(format!("p{}", self.next.fetch_add(1, Ordering::Relaxed)));
         fs::create_dir(&path)?;
         let directory = open(&path, OFlag::O_DIRECTORY | OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
@@ -60,14 +80,18 @@ impl Cgroups {
     }
 
     /// Removes a group once it is empty: now, or when a later process ends.
-    pub(super) fn discard(&self, group: &Cgroup) {
+    pub(super) fn discard(&self, group: PathBuf) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        left.push(group.path.clone());
+        left.push(group);
         left.retain(|path| matches!(fs::remove_dir(path), Err(error) if error.raw_os_error() == Some(libc::EBUSY)));
     }
 }
 
 impl Cgroup {
+    pub(super) fn path(&self) -> PathBuf {
+        self.path.clone()
+    }
+
     /// For `CLONE_INTO_CGROUP`.
     pub(super) fn directory_fd(&self) -> RawFd {
         self.directory.as_raw_fd()

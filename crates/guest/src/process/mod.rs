@@ -45,6 +45,8 @@ pub(crate) struct Process {
     input: Input,
     cgroup: Option<Cgroup>,
     has_ended: watch::Sender<bool>,
+    /// It is kept for late readers when it has ended.
+    is_remembered: bool,
     agent: Agent,
 }
 
@@ -110,9 +112,15 @@ impl Process {
         self.log.finish(exit);
         self.has_ended.send_replace(true);
         self.input.close();
-        if let (Some(cgroups), Some(cgroup)) = (self.agent.cgroups(), &self.cgroup) {
-            cgroups.discard(cgroup);
-        }
+        let agent = self.agent.clone();
+        let Some(group) = self.cgroup.as_ref().map(Cgroup::path) else { return };
+        // On another thread: whoever waits for this end need not wait for the kernel's housekeeping.
+        tokio::task::spawn_blocking(move || {
+            if let Some(cgroups) = agent.cgroups() {
+                cgroups.discard(group);
+                cgroups.make_spare();
+            }
+        });
     }
 
     fn gone(&self) -> ErrorBody {

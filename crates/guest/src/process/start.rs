@@ -43,6 +43,7 @@ const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
 const DEFAULT_TERM: &str = "xterm-256color";
 /// A tag travels in a URL.
 const MAX_TAG: usize = 1024;
+const REHEARSAL_MS: u64 = 30_000;
 const BASH: &str = "/bin/bash";
 /// The agent's, also where no path leads to it any more.
 const OWN_PROGRAM: &str = "/proc/self/exe";
@@ -51,15 +52,35 @@ impl Agent {
     /// Starts a process and gives a reader from its first byte. Once begun it happens whole, whatever
     /// becomes of the request.
     pub(crate) async fn start_process(&self, request: StartRequest) -> Result<Reader> {
+        self.start_whole(request, true).await
+    }
+
+    /// Runs a command that does nothing, through all a command goes through, and forgets it: an emulator translates
+    /// what it has not run yet, and the first command would have to wait for that.
+    pub(crate) async fn rehearse(&self) -> Result<Reader> {
+        let request = StartRequest {
+            command: Command::Shell("echo".to_owned()),
+            user: None,
+            cwd: None,
+            env: BTreeMap::new(),
+            stdin: false,
+            pty: None,
+            timeout_ms: Some(REHEARSAL_MS),
+            tag: None,
+        };
+        self.start_whole(request, false).await
+    }
+
+    async fn start_whole(&self, request: StartRequest, is_remembered: bool) -> Result<Reader> {
         let agent = self.clone();
-        match tokio::spawn(async move { start(&agent, request).await }).await {
+        match tokio::spawn(async move { start(&agent, request, is_remembered).await }).await {
             Ok(result) => result,
             Err(_) => Err(ErrorBody::new(ErrorCode::Internal, "the agent failed at this start")),
         }
     }
 }
 
-async fn start(agent: &Agent, request: StartRequest) -> Result<Reader> {
+async fn start(agent: &Agent, request: StartRequest, is_remembered: bool) -> Result<Reader> {
     validate(&request)?;
     let processes = &agent.shared().processes;
     let place = processes.reserve(request.tag.as_deref())?;
@@ -76,6 +97,7 @@ async fn start(agent: &Agent, request: StartRequest) -> Result<Reader> {
         input,
         cgroup: begun.cgroup,
         has_ended: watch::channel(false).0,
+        is_remembered,
         agent: agent.clone(),
     });
     let reader = process.attach(Some(0));
@@ -103,7 +125,7 @@ fn begin(agent: &Agent, request: &StartRequest) -> Result<Begun> {
     let cwd = files::absolute(wanted_cwd.unwrap_or("~"), &account.home)?;
     let env = environment(&account, &settings.env, request);
     let argv = argv(&request.command);
-    let cgroup = agent.cgroups().map(super::Cgroups::make).transpose().map_err(out_of("make the process's cgroup"))?;
+    let cgroup = agent.cgroups().map(super::Cgroups::take).transpose().map_err(out_of("make the process's cgroup"))?;
     let pipes = Pipes::make(request).map_err(out_of("make the process's pipes"))?;
     if agent.is_machine() {
         pipes.give_to(account.uid, account.gid).map_err(out_of("give the process its pipes"))?;
@@ -130,7 +152,7 @@ fn begin(agent: &Agent, request: &StartRequest) -> Result<Begun> {
         Err(error) => out_of("start a process")(error),
     };
     if let (Some(cgroups), Some(cgroup)) = (agent.cgroups(), &cgroup) {
-        cgroups.discard(cgroup);
+        cgroups.discard(cgroup.path());
     }
     Err(failure)
 }

@@ -119,6 +119,10 @@ impl Processes {
     /// Notes that a process has ended and forgets the oldest if there are too many.
     pub(super) fn ended(&self, process: &Arc<Process>) {
         let mut inner = self.lock();
+        if !process.is_remembered {
+            inner.forget(process);
+            return;
+        }
         inner.ended.push_back(process.clone());
         while inner.ended.len() > MAX_ENDED {
             if let Some(oldest) = inner.ended.pop_front() {

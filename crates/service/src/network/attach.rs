@@ -77,7 +77,7 @@ impl Network {
     }
 
     /// What a guest whose connections live on is told.
-    pub(super) fn for_guest(&self) -> machine::Network {
+    pub(crate) fn for_guest(&self) -> machine::Network {
         machine::Network { reset_connections: false, authority: Some(self.authority.clone()) }
     }
 
