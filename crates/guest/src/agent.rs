@@ -6,11 +6,16 @@ use std::{
     sync::{Arc, Mutex, PoisonError, RwLock},
 };
 
-use stockade_wire::{PROTOCOL, machine::AgentInfo, process::SignalRequest};
+use stockade_wire::{
+    PROTOCOL,
+    machine::{AgentInfo, Authority},
+    process::SignalRequest,
+};
 
 use crate::{
     account::{self, Account},
     failure::Result,
+    network::Trusted,
     process::{Cgroups, Processes},
     stats::CpuSample,
     watch::Watches,
@@ -28,6 +33,8 @@ pub(crate) struct Shared {
     pub(crate) processes: Processes,
     pub(crate) watches: Watches,
     pub(crate) cpu_sample: Mutex<Option<CpuSample>>,
+    /// The authority this machine was made to trust, and what programs are told of it.
+    pub(crate) trusted: Mutex<Option<(Authority, Trusted)>>,
 }
 
 /// Where the agent runs.
@@ -91,6 +98,7 @@ impl Agent {
             processes: Processes::default(),
             watches: Watches::default(),
             cpu_sample: Mutex::new(None),
+            trusted: Mutex::new(None),
         };
         Self { shared: Arc::new(shared) }
     }

@@ -38,7 +38,7 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
         }
         crate::account::find(&identity.default_user)?;
         if let Some(network) = &identity.network {
-            let mut env = take_network(network)?;
+            let mut env = take_network(agent, network)?;
             env.append(&mut identity.env);
             identity.env = env;
         }
@@ -52,13 +52,20 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
 }
 
 /// Returns what processes are told of it in their environment.
-fn take_network(told: &machine::Network) -> Result<network::Trusted> {
+fn take_network(agent: &Agent, told: &machine::Network) -> Result<network::Trusted> {
     if told.reset_connections {
         // Where the kernel cannot, the gateway resets them as soon as they are used.
         network::reset_connections().ok();
     }
-    let trusted = told.authority.as_ref().map(network::trust).transpose();
-    trusted.map(Option::unwrap_or_default).map_err(failed("trust the deployment's certificate authority"))
+    let Some(authority) = &told.authority else { return Ok(network::Trusted::new()) };
+    // What a machine trusts goes with its memory: it is done once, not again in each of its forks and resumes.
+    let mut known = agent.shared().trusted.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, variables)) = known.as_ref().filter(|(known, _)| known == authority) {
+        return Ok(variables.clone());
+    }
+    let variables = network::trust(authority).map_err(failed("trust the deployment's certificate authority"))?;
+    *known = Some((authority.clone(), variables.clone()));
+    Ok(variables)
 }
 
 fn validate(identity: &Identity) -> Result<()> {
