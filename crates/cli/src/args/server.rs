@@ -130,6 +130,9 @@ pub(crate) struct Bench {
     /// Measure nothing but the service beside N idle sandboxes; each takes some 30 MiB of this host's memory
     #[arg(long, value_name = "N", env = "STOCKADE_IDLE")]
     pub(crate) idle: Option<usize>,
+    /// Measure nothing but E2B's SDK beside our own API, with this Python, which has e2b or e2b-code-interpreter installed
+    #[arg(long, value_name = "PYTHON", env = "STOCKADE_E2B_PYTHON", conflicts_with = "idle")]
+    pub(crate) e2b: Option<PathBuf>,
 }
 
 /// `stockade env`

@@ -8,7 +8,8 @@
 //! server with a pool         claim -> first output; creates per second at 1, 4, 16 in flight
 //! ```
 //!
-//! With `--idle N` nothing of that, but requests on an empty server and beside N idle sandboxes.
+//! With `--idle N` nothing of that, but requests on an empty server and beside N idle sandboxes. With `--e2b PYTHON`
+//! nothing of that, but our own API and E2B's SDK in turn.
 //!
 //! Both sides of a ratio are measured in turn, so that noise of the host hits both.
 
@@ -26,6 +27,7 @@ use crate::{
 
 mod bare;
 mod crowd;
+mod e2b;
 mod lifecycle;
 mod measure;
 mod network;
@@ -57,10 +59,22 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         Accel::Tcg => "tcg",
     };
     let n = args.n.max(1);
+    if let Some(python) = &args.e2b {
+        let kernels: &[_] = match e2b::packages(python).await?.have_code_interpreter() {
+            true => &["--with", "code-interpreter"],
+            false => &[],
+        };
+        ui.note("starting a server without a pool (the first time this builds its templates)");
+        let server = Throwaway::start(&cache_dir, accel, 0, kernels).await?;
+        let host = Host::look(&server).await?;
+        let measured = e2b::measure(&server, python, n, ui).await;
+        server.stop().await?;
+        return tell(Report::new(host, n, measured?), args.json_file.flatten().as_deref(), ui);
+    }
     // First: it needs no server, and nothing else should run beside it.
     let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
     ui.note("starting a server without a pool (the first time this builds the base template)");
-    let server = Throwaway::start(&cache_dir, accel, 0).await?;
+    let server = Throwaway::start(&cache_dir, accel, 0, &[]).await?;
     let host = Host::look(&server).await?;
     if let Some(count) = args.idle {
         let measured = crowd::measure(&server, count, n, ui).await;
@@ -93,7 +107,7 @@ async fn with_pool(
     measures: &mut Vec<Measure>,
 ) -> Result<(), Failure> {
     ui.note("starting a server with a pool");
-    let server = Throwaway::start(cache_dir, accel, POOL).await?;
+    let server = Throwaway::start(cache_dir, accel, POOL, &[]).await?;
     let stages = async {
         measures.push(claims(&server, n, ui).await?);
         for in_flight in IN_FLIGHT {

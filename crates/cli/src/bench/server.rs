@@ -21,7 +21,7 @@ use tokio::{
     time::{self, Instant},
 };
 
-use crate::{client::Client, failure::Failure, local_paths::Ready};
+use crate::{client::Client, commands::env::e2b_variables, failure::Failure, local_paths::Ready};
 
 /// The first one may have to build the base template.
 const START_TIMEOUT: Duration = Duration::from_secs(1800);
@@ -54,7 +54,8 @@ struct ProcessId {
 }
 
 impl Throwaway {
-    pub(super) async fn start(cache_dir: &Path, accel: &str, pool: usize) -> Result<Self, Failure> {
+    /// `more`: further arguments of `stockade up`.
+    pub(super) async fn start(cache_dir: &Path, accel: &str, pool: usize, more: &[&str]) -> Result<Self, Failure> {
         let directory =
             TempDir::with_prefix("stockade-bench-").map_err(|error| Failure::host("make a directory", error))?;
         let data_dir = directory.path().join("data");
@@ -73,7 +74,8 @@ impl Throwaway {
             .arg("--data-dir")
             .arg(&data_dir)
             .arg("--template-cache")
-            .arg(cache_dir);
+            .arg(cache_dir)
+            .args(more);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log_file).kill_on_drop(true);
         let child = command.spawn().map_err(|error| Failure::host("start a server", error))?;
         let (child, ready) = wait_until_ready(child, &data_dir, &log).await?;
@@ -83,6 +85,13 @@ impl Throwaway {
 
     pub(super) fn data_dir(&self) -> PathBuf {
         self.directory.path().join("data")
+    }
+
+    /// What E2B's SDKs need to find it.
+    pub(super) fn e2b_variables(&self) -> Result<Vec<(&'static str, String)>, Failure> {
+        let ready = Ready::read(&self.data_dir())?;
+        let ready = ready.ok_or_else(|| Failure::new("bench_server", "the throwaway server has ended"))?;
+        Ok(e2b_variables(&ready, &ready.read_key()?))
     }
 
     fn machines(&self) -> Vec<MachineRecord> {

@@ -12,7 +12,7 @@ use super::{Client, types::Items};
 use crate::failure::Failure;
 
 /// Code to run.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct CodeRequest {
     pub(crate) code: String,
     #[serde(skip_serializing_if = "Option::is_none")]
