@@ -180,6 +180,8 @@ impl From<ServiceError> for ApiError {
                 .hint("end the sandboxes and delete the snapshots made from it first"),
             ServiceError::SecretNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "secret_not_found", message)
                 .hint("GET /v1/secrets lists the secrets there are"),
+            ServiceError::SecretExists { .. } => Self::new(StatusCode::CONFLICT, "secret_exists", message)
+                .hint("PUT /v1/secrets/{name} gives it its next value"),
             ServiceError::OperatorsSecret { .. } => Self::new(StatusCode::CONFLICT, "operators_secret", message)
                 .hint("choose another name; GET /v1/secrets says which are the operator's"),
             ServiceError::SshKeyNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "ssh_key_not_found", message)

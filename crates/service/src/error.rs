@@ -65,6 +65,12 @@ pub enum ServiceError {
         /// As asked for.
         name: String,
     },
+    /// The workspace has a secret of this name already.
+    #[error("a secret {name:?} is there already")]
+    SecretExists {
+        /// Which.
+        name: String,
+    },
     /// The secret is the operator's.
     #[error("secret {name:?} is the operator's and cannot be changed here")]
     OperatorsSecret {

@@ -40,7 +40,7 @@ pub use networks::NetworkRecord;
 pub use open::Store;
 pub use sandboxes::{Inserted, SandboxEvent};
 pub use seal::SecretFile;
-pub use secrets::SecretRecord;
+pub use secrets::{NewSecret, SecretRecord};
 pub use snapshots::{SnapshotPage, SnapshotPurpose, SnapshotQuery, SnapshotRecord};
 pub use ssh_keys::SshKeyRecord;
 pub use templates::{Built, DEFAULT_TAG, TemplateRecord, TemplateTag};

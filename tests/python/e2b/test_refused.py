@@ -14,12 +14,10 @@ def test_volumes_are_refused(server):
         Volume.list()
 
 
-@pytest.mark.current
-def test_secrets_are_refused(server):
-    from e2b import Secret
-
-    with pytest.raises(Exception, match="secrets: not supported"):
-        Secret.create("name", "value")
+def test_identity_tokens_are_refused(server):
+    rules = {"a.example": [{"transform": {"headers": {"X": "${e2b.identity.tokens.aws}"}}}]}
+    with pytest.raises(Exception, match="identity.tokens.aws} is not supported"):
+        Sandbox.create(network={"rules": rules})
 
 
 def test_what_a_sandbox_cannot_have_is_refused_at_create(edge):

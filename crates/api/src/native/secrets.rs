@@ -1,5 +1,7 @@
 //! Secrets that sandboxes use without having them. Values go in and never come out.
 
+use std::collections::BTreeMap;
+
 use axum::{extract::State, http::StatusCode};
 use serde::{Deserialize, Serialize};
 use stockade_model::Secret;
@@ -21,6 +23,9 @@ pub(super) fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Serialize, utoipa::ToSchema)]
 #[schema(as = Secret)]
 struct SecretView {
+    /// No later secret of the same name has it; the operator's have none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
     name: String,
     /// `value`: its value is kept. `oauth`: values are access tokens. `command`, `callback`: of the operator's; values
     /// are made when they are needed.
@@ -32,6 +37,8 @@ struct SecretView {
     /// The client of the token endpoint, without its secret.
     #[serde(skip_serializing_if = "Option::is_none")]
     oauth: Option<OAuthClient>,
+    /// Labels.
+    metadata: BTreeMap<String, String>,
     #[schema(format = DateTime)]
     #[serde(skip_serializing_if = "Option::is_none")]
     created_at: Option<String>,
@@ -43,11 +50,13 @@ struct SecretView {
 impl From<SecretInfo> for SecretView {
     fn from(secret: SecretInfo) -> Self {
         Self {
+            id: secret.id,
             name: secret.name,
             source: secret.source,
             version: secret.version,
             hosts: secret.hosts,
             oauth: secret.oauth,
+            metadata: secret.metadata,
             created_at: secret.created_at.map(show_time),
             updated_at: secret.updated_at.map(show_time),
         }
@@ -77,6 +86,9 @@ struct PutSecretRequest {
     client_secret: Option<String>,
     /// Where it may be sent: `api.example.com`, `*.example.com`, or `*` for everywhere.
     hosts: Vec<String>,
+    /// Labels; left out: as they are.
+    #[serde(default)]
+    metadata: Option<BTreeMap<String, String>>,
 }
 
 impl PutSecretRequest {
@@ -86,7 +98,7 @@ impl PutSecretRequest {
             (None, Some(client), Some(secret)) => SecretContent::OAuth { client, client_secret: Secret::new(secret) },
             _ => return Err(ApiError::invalid("give `value`, or `oauth` and `client_secret`")),
         };
-        Ok(SecretRequest { name, hosts: self.hosts, content })
+        Ok(SecretRequest { name, hosts: self.hosts, content, metadata: self.metadata })
     }
 }
 

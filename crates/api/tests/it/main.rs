@@ -2,6 +2,7 @@
 
 mod auth;
 mod e2b;
+mod e2b_secrets;
 mod errors;
 mod exec;
 mod files;

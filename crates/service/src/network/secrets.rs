@@ -11,7 +11,7 @@ use stockade_gateway::{
     policy::{NamePattern, any_matches},
 };
 use stockade_model::{Secret, WorkspaceId};
-use stockade_store::{SecretRecord, Store};
+use stockade_store::{NewSecret, SecretRecord, Store};
 use tracing::error;
 
 use super::minting::{Asked, Cache, Key, MintedSecret, Minter, OAuthClient, SharedBy};
@@ -20,6 +20,10 @@ use crate::{Principal, Service, ServiceError, error::store_error};
 const MOST_HOSTS: usize = 256;
 const LONGEST_NAME: usize = 128;
 const LONGEST_VALUE: usize = 64 << 10;
+const MOST_LABELS: usize = 32;
+const LONGEST_LABEL: usize = 128;
+const LONGEST_LABEL_VALUE: usize = 1024;
+const LONGEST_LABELS: usize = 8192;
 
 /// The label that tells the gateway whose sandbox it is.
 pub(super) const WORKSPACE: &str = "workspace";
@@ -33,6 +37,8 @@ pub struct SecretRequest {
     pub hosts: Vec<String>,
     /// Its value, or what its values are got with.
     pub content: SecretContent,
+    /// Labels; `None`: as they are, or none.
+    pub metadata: Option<BTreeMap<String, String>>,
 }
 
 /// What is kept of a secret.
@@ -52,6 +58,8 @@ pub enum SecretContent {
 /// A secret as it is shown: without a value.
 #[derive(Clone, Debug)]
 pub struct SecretInfo {
+    /// Its id, which no later secret of the same name has; the operator's have none.
+    pub id: Option<String>,
     /// Its name.
     pub name: String,
     /// Counts up with each change.
@@ -62,6 +70,8 @@ pub struct SecretInfo {
     pub source: &'static str,
     /// The client, where there is one.
     pub oauth: Option<OAuthClient>,
+    /// Labels.
+    pub metadata: BTreeMap<String, String>,
     /// When it was first written; none: by the operator.
     pub created_at: Option<Timestamp>,
     /// When it was last written.
@@ -89,6 +99,23 @@ fn check_hosts(hosts: &[String]) -> Result<(), ServiceError> {
     }
     for host in hosts {
         NamePattern::parse(host).map_err(|error| invalid(format!("is refused: {error}")))?;
+    }
+    Ok(())
+}
+
+fn check_metadata(metadata: &BTreeMap<String, String>) -> Result<(), ServiceError> {
+    let invalid = |problem: String| Err(ServiceError::Invalid { field: "metadata", problem });
+    if metadata.len() > MOST_LABELS {
+        return invalid(format!("has {} entries, the most is {MOST_LABELS}", metadata.len()));
+    }
+    if metadata.keys().any(|key| key.is_empty() || key.len() > LONGEST_LABEL) {
+        return invalid(format!("has a key that is empty or longer than {LONGEST_LABEL} bytes"));
+    }
+    if metadata.values().any(|value| value.len() > LONGEST_LABEL_VALUE) {
+        return invalid(format!("has a value that is longer than {LONGEST_LABEL_VALUE} bytes"));
+    }
+    if metadata.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>() > LONGEST_LABELS {
+        return invalid(format!("is longer than {LONGEST_LABELS} bytes in all"));
     }
     Ok(())
 }
@@ -220,24 +247,81 @@ fn unreadable(name: &str, problem: &(dyn std::error::Error + 'static)) -> Secret
 impl Service {
     /// Keeps a secret, or its next value; sandboxes that use it send the new one from now on.
     pub async fn put_secret(&self, who: &Principal, request: SecretRequest) -> Result<SecretInfo, ServiceError> {
-        let SecretRequest { name, hosts, content } = request;
-        check_secret_name(&name)?;
-        self.refuse_operators(&name)?;
-        check_hosts(&hosts)?;
-        let (origin, kept) = match content {
+        let (origin, value) = self.read_secret(&request)?;
+        let now = self.handle.core.now();
+        let record = self.store().put_secret(&who.workspace, &written(&request, &origin, &value), now).await;
+        Ok(kept_info(record.map_err(store_error)?))
+    }
+
+    /// Keeps a secret whose name is free.
+    pub async fn create_secret(&self, who: &Principal, request: SecretRequest) -> Result<SecretInfo, ServiceError> {
+        let (origin, value) = self.read_secret(&request)?;
+        let now = self.handle.core.now();
+        let record = self.store().insert_secret(&who.workspace, &written(&request, &origin, &value), now).await;
+        let record = record.map_err(store_error)?;
+        record.map(kept_info).ok_or(ServiceError::SecretExists { name: request.name })
+    }
+
+    /// Gives a secret, named by its id or name, its next value and, where there are any, new labels. It may go where it
+    /// might go before.
+    pub async fn update_secret(
+        &self,
+        who: &Principal,
+        reference: &str,
+        value: Secret,
+        metadata: Option<BTreeMap<String, String>>,
+    ) -> Result<SecretInfo, ServiceError> {
+        check_text("value", &value)?;
+        metadata.as_ref().map(check_metadata).transpose()?;
+        let found = self.find_secret(who, reference).await?;
+        let Some(id) = found.id.as_deref().filter(|_| found.oauth.is_none()) else {
+            let problem = format!("is not kept but made ({}): it cannot be given", found.source);
+            return Err(ServiceError::Invalid { field: "value", problem });
+        };
+        let place = (id, found.name.as_str());
+        let now = self.handle.core.now();
+        let record = self.store().update_secret(&who.workspace, place, &value, metadata.as_ref(), now).await;
+        record.map_err(store_error)?.map(kept_info).ok_or_else(|| not_found(reference))
+    }
+
+    /// One secret by its id or name, without its value.
+    pub async fn find_secret(&self, who: &Principal, reference: &str) -> Result<SecretInfo, ServiceError> {
+        if self.minters().is_some_and(|all| all.contains_key(reference)) {
+            return self.secret(who, reference).await;
+        }
+        let found = self.store().find_secret(&who.workspace, reference).await.map_err(store_error)?;
+        found.map(kept_info).ok_or_else(|| not_found(reference))
+    }
+
+    /// The secrets the workspace keeps, by name: those after `after`, at most `limit`.
+    pub async fn kept_secrets(
+        &self,
+        who: &Principal,
+        after: &str,
+        limit: u32,
+    ) -> Result<Vec<SecretInfo>, ServiceError> {
+        let kept = self.store().secrets_after(&who.workspace, after, limit).await.map_err(store_error)?;
+        Ok(kept.into_iter().map(kept_info).collect())
+    }
+
+    /// Checks a secret to be kept: where its values come from, and what is sealed.
+    fn read_secret(&self, request: &SecretRequest) -> Result<(String, Secret), ServiceError> {
+        check_secret_name(&request.name)?;
+        self.refuse_operators(&request.name)?;
+        check_hosts(&request.hosts)?;
+        request.metadata.as_ref().map(check_metadata).transpose()?;
+        match &request.content {
             SecretContent::Value(value) => {
-                check_text("value", &value)?;
-                (String::new(), value)
+                check_text("value", value)?;
+                Ok((String::new(), value.clone()))
             }
             SecretContent::OAuth { client, client_secret } => {
                 client.check()?;
-                check_text("client_secret", &client_secret)?;
-                (serde_json::to_string(&client).expect("texts and no failing serialisers"), client_secret)
+                check_text("client_secret", client_secret)?;
+                let origin = serde_json::to_string(client).expect("texts and no failing serialisers");
+                Ok((origin, client_secret.clone()))
             }
-        };
-        let now = self.handle.core.now();
-        let record = self.store().put_secret(&who.workspace, &name, &hosts, &origin, &kept, now).await;
-        Ok(kept_info(record.map_err(store_error)?))
+        }
     }
 
     /// The secrets the caller's sandboxes can use, without values.
@@ -281,14 +365,21 @@ impl Service {
     }
 }
 
+fn written<'a>(request: &'a SecretRequest, origin: &'a str, value: &'a Secret) -> NewSecret<'a> {
+    let SecretRequest { name, hosts, metadata, .. } = request;
+    NewSecret { name, hosts, origin, metadata: metadata.as_ref(), value }
+}
+
 fn kept_info(record: SecretRecord) -> SecretInfo {
     let oauth: Option<OAuthClient> = serde_json::from_str(&record.origin).ok();
     SecretInfo {
+        id: Some(record.id),
         name: record.name,
         version: record.version,
         hosts: record.hosts,
         source: if oauth.is_some() { "oauth" } else { "value" },
         oauth,
+        metadata: record.metadata,
         created_at: Some(record.created_at),
         updated_at: Some(record.updated_at),
     }
@@ -296,11 +387,13 @@ fn kept_info(record: SecretRecord) -> SecretInfo {
 
 fn minted_info(name: &str, minter: &Minter) -> SecretInfo {
     SecretInfo {
+        id: None,
         name: name.to_owned(),
         version: 0,
         hosts: minter.config.hosts.clone(),
         source: minter.kind(),
         oauth: None,
+        metadata: BTreeMap::new(),
         created_at: None,
         updated_at: None,
     }

@@ -84,6 +84,10 @@ impl From<ServiceError> for HttpError {
             ServiceError::SnapshotInUse { .. } => Self::bad_request(error.to_string()),
             ServiceError::SandboxNotFound { id } => Self::sandbox_not_found(&id),
             ServiceError::SandboxEnded { id, .. } => Self::sandbox_not_found(id.as_str()),
+            ServiceError::SecretNotFound { .. } => Self::new(StatusCode::NOT_FOUND, error.to_string()),
+            ServiceError::SecretExists { .. } | ServiceError::OperatorsSecret { .. } => {
+                Self::new(StatusCode::CONFLICT, error.to_string())
+            }
             ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, error.to_string()),
             ServiceError::Invalid { .. } => Self::bad_request(error.to_string()),
             ServiceError::IdempotencyConflict => Self::new(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),

@@ -25,6 +25,7 @@ mod logs;
 mod metrics;
 mod network;
 mod sandboxes;
+mod secrets;
 mod snapshots;
 mod templates;
 
@@ -48,6 +49,8 @@ pub(super) fn router(state: AppState) -> Router {
         .route("/sandboxes/{id}/network", put(network::update))
         .route("/sandboxes/{id}/logs", get(logs::first))
         .route("/v2/sandboxes/{id}/logs", get(logs::second))
+        .route("/secrets", get(secrets::list).post(secrets::create))
+        .route("/secrets/{secret}", get(secrets::one).post(secrets::update).delete(secrets::remove))
         .route("/snapshots", get(snapshots::list))
         .route("/templates", get(templates::list))
         .route("/templates/aliases/{alias}", get(templates::alias))

@@ -54,6 +54,12 @@ impl Network {
     pub(super) fn is_closed(&self) -> bool {
         self.allow_public_traffic == Some(false)
     }
+
+    /// What rules put into headers.
+    pub(super) fn header_values(&mut self) -> impl Iterator<Item = &mut String> {
+        let rules = self.rules.iter_mut().flatten().flat_map(|(_, rules)| rules);
+        rules.flat_map(|rule| rule.transform.headers.values_mut())
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -193,8 +199,8 @@ fn header_rules(rules: BTreeMap<String, Vec<DomainRule>>) -> Result<Vec<HttpRule
                 );
                 return Err(HttpError::bad_request(problem));
             }
-            let value = template(&value)
-                .ok_or_else(|| HttpError::bad_request(format!("rules.{domain}.{name}: a placeholder is malformed")))?;
+            let problem = |problem| HttpError::bad_request(format!("rules.{domain}.{name}: {problem}"));
+            let value = template(&value).map_err(problem)?;
             Ok((name, value))
         });
         let headers = headers.collect::<Result<_, _>>()?;
@@ -215,9 +221,11 @@ fn header_rules(rules: BTreeMap<String, Vec<DomainRule>>) -> Result<Vec<HttpRule
     Ok(list)
 }
 
-/// `${e2b.secrets.NAME}` in our words; a dollar sign that starts nothing stays one. `None`: a placeholder that is none,
-/// or of a kind we have not.
-fn template(value: &str) -> Option<String> {
+/// `${e2b.secrets.NAME}` in our words; a dollar sign that starts nothing stays one.
+///
+/// # Errors
+/// A placeholder that is none, or of a kind we have not.
+fn template(value: &str) -> Result<String, String> {
     let mut text = String::with_capacity(value.len());
     let mut rest = value;
     while let Some(at) = rest.find('$') {
@@ -225,15 +233,18 @@ fn template(value: &str) -> Option<String> {
         rest = &rest[at + 1..];
         match rest.strip_prefix("{e2b.") {
             Some(inner) => {
-                let (name, after) = inner.split_once('}')?;
-                text.push_str(&format!("${{secrets.{}}}", name.strip_prefix("secrets.")?));
+                let (name, after) = inner.split_once('}').ok_or("a placeholder has no closing brace")?;
+                let secret = name.strip_prefix("secrets.").ok_or_else(|| {
+                    format!("${{e2b.{name}}} is not supported by this release of Stockade; ${{e2b.secrets.NAME}} is")
+                })?;
+                text.push_str(&format!("${{secrets.{secret}}}"));
                 rest = after;
             }
             None => text.push_str("$$"),
         }
     }
     text.push_str(rest);
-    Some(text)
+    Ok(text)
 }
 
 /// What is shown of a network: whether there is an internet, and the lists.
@@ -268,12 +279,13 @@ pub(super) async fn update(
         return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox '{id}' is not running")));
     }
     let Update { allow_internet_access, network } = parse(&body)?;
-    let network: Network = serde_json::from_value(Value::Object(network.into_iter().collect()))
+    let mut network: Network = serde_json::from_value(Value::Object(network.into_iter().collect()))
         .map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))?;
     if network.allow_public_traffic.is_some() || network.mask_request_host.is_some() {
         let message = "allowPublicTraffic and maskRequestHost are set when the sandbox is made and cannot be changed";
         return Err(HttpError::bad_request(message));
     }
+    super::secrets::spell(&state, &who, &mut network).await?;
     let spec = spec(Some(allow_internet_access.unwrap_or(true)), Some(network))?.unwrap_or_default();
     // No part of what an update can say: who may come in, and secrets that the native API gave it.
     let NetworkSpec { secrets, previews, mask_request_host, .. } = state.service.network(&who, &id).await?.spec;
@@ -313,7 +325,7 @@ mod tests {
         assert!(refused(r#"{"egressProxy":{"address":"x"}}"#).contains("network.egressProxy"));
         assert!(
             refused(r#"{"rules":{"a.example":[{"transform":{"headers":{"x":"${e2b.identity.tokens.t}"}}}]}}"#)
-                .contains("x")
+                .contains("rules.a.example.x: ${e2b.identity.tokens.t} is not supported")
         );
         assert!(serde_json::from_str::<Network>(r#"{"allow_list":[]}"#).is_err());
     }

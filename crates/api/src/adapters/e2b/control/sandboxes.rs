@@ -259,7 +259,7 @@ pub(super) async fn create_v1(
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
-    let new: NewSandbox = parse(&body)?;
+    let new = read(&state, &who, &body).await?;
     let secured = new.secure.unwrap_or(false);
     create(&state, &who, new.request(DEFAULT_TIMEOUT_V1, secured, &headers)?).await
 }
@@ -270,13 +270,21 @@ pub(super) async fn create_v2(
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
-    let new: NewSandbox = parse(&body)?;
+    let new = read(&state, &who, &body).await?;
     if new.secure == Some(false) {
         return Err(HttpError::bad_request(
             "secure cannot be false: sandboxes made by /v2/sandboxes are always secured",
         ));
     }
     create(&state, &who, new.request(DEFAULT_TIMEOUT_V2, true, &headers)?).await
+}
+
+async fn read(state: &AppState, who: &Principal, body: &Bytes) -> Result<NewSandbox, HttpError> {
+    let mut new: NewSandbox = parse(body)?;
+    if let Some(network) = &mut new.network {
+        super::secrets::spell(state, who, network).await?;
+    }
+    Ok(new)
 }
 
 async fn create(
