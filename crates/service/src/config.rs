@@ -1,4 +1,4 @@
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use stockade_engine::Engine;
 use stockade_model::Prices;
@@ -55,6 +55,9 @@ pub struct ServiceConfig {
     pub prices: Prices,
     /// Where guests get out; `None`: nowhere.
     pub network: Option<NetworkConfig>,
+    /// Small files in every guest, by path, for programs that look for their sandbox there; [`ServiceConfig::SANDBOX`]
+    /// and [`ServiceConfig::TEMPLATE`] in a text stand for the ids.
+    pub guest_files: BTreeMap<String, String>,
     /// The wall clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -62,6 +65,10 @@ pub struct ServiceConfig {
 impl ServiceConfig {
     /// How long a sandbox lives if the request does not say.
     pub const DEFAULT_LIFETIME: Duration = Duration::from_secs(300);
+    /// The sandbox's id in `guest_files`.
+    pub const SANDBOX: &str = "{sandbox}";
+    /// The template's.
+    pub const TEMPLATE: &str = "{template}";
 
     /// The defaults; state is kept beside the store's database.
     pub fn new(engine: Arc<dyn Engine>, store: Store) -> Self {
@@ -87,6 +94,7 @@ impl ServiceConfig {
             keep_usage: Duration::from_secs(400 * 24 * 3600),
             prices: Prices::default(),
             network: Some(NetworkConfig::default()),
+            guest_files: BTreeMap::new(),
             clock: Arc::new(SystemClock),
         }
     }

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
-    ServiceError, StateOf,
+    ServiceConfig, ServiceError, StateOf,
     core::{Core, Pauses},
     error::store_error,
     live::{Source, Take},
@@ -183,7 +183,7 @@ pub(crate) async fn bring_up(
             None => Told::default(),
         };
         machine.resume().await?;
-        introduce(core, machine, || identity(core.clock().now(), sandbox, template, told.clone())).await
+        introduce(core, machine, || identity(core, sandbox, template, told.clone())).await
     };
     let patience = core.config.step_patience;
     tokio::select! {
@@ -222,7 +222,17 @@ pub(crate) fn fresh_entropy() -> String {
     BASE64_STANDARD.encode(entropy)
 }
 
-pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, told: Told) -> Identity {
+pub(crate) fn identity(core: &Core, sandbox: &Sandbox, template: &Template, told: Told) -> Identity {
+    identity_at(core.clock().now(), &core.config.guest_files, sandbox, template, told)
+}
+
+fn identity_at(
+    now: Timestamp,
+    files: &BTreeMap<String, String>,
+    sandbox: &Sandbox,
+    template: &Template,
+    told: Told,
+) -> Identity {
     let mut env = template.env.clone();
     env.extend(sandbox.env.clone());
     // Which of its siblings a child is: so that one command can do eight different things in eight children.
@@ -230,6 +240,10 @@ pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, t
         env.insert(FORK_INDEX.to_owned(), index.to_string());
     }
     env.extend(told.env);
+    let fill = |text: &str| {
+        let text = text.replace(ServiceConfig::SANDBOX, sandbox.id.as_str());
+        text.replace(ServiceConfig::TEMPLATE, template.id.as_str())
+    };
     Identity {
         sandbox_id: sandbox.id.to_string(),
         template_id: template.id.to_string(),
@@ -239,7 +253,7 @@ pub(crate) fn identity(now: Timestamp, sandbox: &Sandbox, template: &Template, t
         env,
         default_user: template.default_user.clone(),
         default_cwd: template.default_cwd.clone(),
-        files: BTreeMap::new(),
+        files: files.iter().map(|(path, text)| (path.clone(), fill(text))).collect(),
         network: told.network,
     }
 }
@@ -348,12 +362,14 @@ mod tests {
             lineage: Lineage::default(),
             ending: None,
         };
-        let identity = || identity(now, &sandbox, &template, Told::default());
+        let files = pairs(&[("/run/who", "{sandbox} of {template}")]);
+        let identity = || identity_at(now, &files, &sandbox, &template, Told::default());
         let (one, other) = (identity(), identity());
         assert_ne!(one.entropy, other.entropy);
         assert!(BASE64_STANDARD.decode(&one.entropy).expect("base64").len() >= 32);
         assert_eq!(one.env, pairs(&[("A", "template"), ("B", "sandbox")]));
         assert_eq!((one.hostname, one.default_user), (sandbox.id.to_string(), "user".to_owned()));
+        assert_eq!(one.files["/run/who"], format!("{} of {}", sandbox.id, template.id));
         assert_eq!(i128::from(one.unix_time_ns), now.as_nanosecond());
     }
 }

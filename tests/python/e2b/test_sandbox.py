@@ -123,6 +123,19 @@ def test_a_process_knows_its_sandbox(box):
     assert known == ["true", box.sandbox_id, box.get_info().template_id]
 
 
+@pytest.mark.machine
+def test_a_program_finds_its_sandbox_without_an_environment(make):
+    sandbox = make()
+    names = ("E2B_SANDBOX", "E2B_SANDBOX_ID", "E2B_TEMPLATE_ID")
+    read = "env -i cat " + " ".join(f"/run/e2b/.{name}" for name in names)
+    expected = "true" + sandbox.sandbox_id + sandbox.get_info().template_id
+    assert sandbox.commands.run(read).stdout == expected
+    # A copy is another one.
+    (child,) = sandbox.fork(count=1)
+    assert child.sandbox_id in child.commands.run(read).stdout
+    child.kill()
+
+
 def test_context_manager_ends_the_sandbox(server):
     with Sandbox.create() as sandbox:
         assert sandbox.is_running()

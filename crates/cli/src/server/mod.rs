@@ -166,6 +166,7 @@ async fn start_service(
         longest_standby: Some(Duration::from_secs(args.longest_standby)).filter(|longest| !longest.is_zero()),
         prices,
         network: Some(network),
+        guest_files: stockade_api::adapters::e2b::guest_files(),
         ..ServiceConfig::new(engine, store)
     };
     let failed = |error: stockade_service::ServiceError| Failure::new("service_failed", chain(&error));

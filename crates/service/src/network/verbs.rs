@@ -162,7 +162,7 @@ impl Service {
             core.store().template(&sandbox.workspace, sandbox.template.as_str()).await.map_err(store_error)?;
         let Some(template) = template else { return Ok(()) };
         let network = Some(core.network()?.for_guest());
-        let identity = create::identity(core.clock().now(), &sandbox, &template.template, Told { network, env });
+        let identity = create::identity(core, &sandbox, &template.template, Told { network, env });
         machine.guest().await?.set_identity(&identity).await?;
         Ok(())
     }

@@ -12,7 +12,10 @@
 //! - `Authorization: Basic` on the envd side is a user *name*, not a credential;
 //! - a field we cannot honour is refused by name, never ignored.
 
+use std::collections::BTreeMap;
+
 use axum::Router;
+use stockade_service::ServiceConfig;
 
 use crate::AppState;
 
@@ -28,6 +31,16 @@ const ENVD_VERSION: &str = "0.6.13";
 
 /// The port their in-guest server has. Nothing listens there in our guests: [`envd`] answers for it.
 const ENVD_PORT: u16 = 49983;
+
+/// What programs written for E2B's guests look for, in the words of [`ServiceConfig::guest_files`].
+pub fn guest_files() -> BTreeMap<String, String> {
+    let file = |name: &str, text: &str| (format!("/run/e2b/.{name}"), text.to_owned());
+    BTreeMap::from([
+        file("E2B_SANDBOX", "true"),
+        file("E2B_SANDBOX_ID", ServiceConfig::SANDBOX),
+        file("E2B_TEMPLATE_ID", ServiceConfig::TEMPLATE),
+    ])
+}
 
 /// The control API: host `api.e2b.<base>`.
 pub fn control_router(state: AppState) -> Router {
