@@ -33,6 +33,11 @@ CLASSES = {
     "AsyncCodeInterpreter": ("e2b_code_interpreter", "AsyncSandbox"),
     "Volume": ("e2b", "Volume"),
     "Secret": ("e2b", "Secret"),
+    "AsyncSecret": ("e2b", "AsyncSecret"),
+    "AsyncVolume": ("e2b", "AsyncVolume"),
+    "AsyncSandbox.git": ("e2b.sandbox_async.git", "Git"),
+    "AsyncCommandHandle": ("e2b.sandbox_async.commands.command_handle", "AsyncCommandHandle"),
+    "AsyncWatchHandle": ("e2b.sandbox_async.filesystem.watch_handle", "AsyncWatchHandle"),
 }
 
 called, passed, known = set(), set(), {}

@@ -1,6 +1,40 @@
 import assert from "node:assert/strict";
-import { after, before, test } from "node:test";
-import { AuthenticationError, CommandExitError, NotFoundError, Sandbox, TimeoutError } from "e2b";
+import { after, before } from "node:test";
+import {
+  AuthenticationError,
+  CommandExitError,
+  Git,
+  NotFoundError,
+  Sandbox,
+  Secret,
+  SecretError,
+  SecretNotFoundError,
+  Template,
+  TemplateBase,
+  TimeoutError,
+  Volume,
+  waitForFile,
+} from "e2b";
+import { covers, test } from "./compat.mjs";
+
+// Not exported by name; nothing is sent by this.
+const { commands, files, pty } = new Sandbox({ sandboxId: "none", envdVersion: "0.6.13" });
+await covers(
+  "e2b",
+  {
+    Sandbox: [Sandbox, Object.getPrototypeOf(Sandbox)],
+    "Sandbox.commands": [commands.constructor],
+    "Sandbox.files": [files.constructor],
+    "Sandbox.pty": [pty.constructor],
+    "Sandbox.git": [Git],
+    Template: [TemplateBase, Template],
+    Secret: [Secret],
+    Volume: [Volume],
+  },
+  { CommandHandle: "CommandHandle", WatchHandle: "WatchHandle" },
+);
+
+const WORLD = process.env.STOCKADE_TEST_HOST;
 
 let box;
 before(async () => {
@@ -106,7 +140,115 @@ test("a killed sandbox is gone for every call", async () => {
   await assert.rejects(other.getInfo(), NotFoundError);
 });
 
+test("secrets are written, never read back, and put into headers outside of the sandbox", async () => {
+  const name = `js-${crypto.randomUUID()}`;
+  const made = await Secret.create(name, "value-1", { metadata: { team: "red" } });
+  assert.deepEqual([made.name, made.version, made.metadata], [name, 1, { team: "red" }]);
+  await assert.rejects(Secret.create(name, "again"), SecretError);
+  assert.deepEqual(await Secret.getInfo(made.secretId), made);
+  assert.ok((await Secret.list().nextItems()).some((secret) => secret.secretId === made.secretId));
+  assert.equal((await Secret.update(name, "value-2")).version, 2);
+  assert.equal(await Secret.exists(name), true);
+  if (WORLD) {
+    const rules = { [WORLD]: [{ transform: { headers: { Authorization: `Bearer ${Secret.fill(name)}` } } }] };
+    const other = await Sandbox.create({ network: { rules } });
+    const { stdout } = await other.commands.run(`curl -sS --max-time 60 https://${WORLD}/echo`);
+    assert.equal(JSON.parse(stdout).headers.authorization, "Bearer value-2");
+    await other.kill();
+  }
+  assert.equal(await Secret.destroy(name), true);
+  assert.equal(await Secret.destroy(name), false);
+  await assert.rejects(Secret.getInfo(name), SecretNotFoundError);
+});
+
+test("a directory is watched", async () => {
+  await box.files.makeDir("/tmp/js-watched");
+  let seen;
+  const first = new Promise((resolve) => (seen = resolve));
+  const handle = await box.files.watchDir("/tmp/js-watched", (event) => seen(event));
+  await box.files.writeFiles([{ path: "/tmp/js-watched/a", data: "1" }]);
+  assert.equal((await first).name, "a");
+  await handle.stop();
+});
+
+test("a repository from its start to a commit", async () => {
+  const path = "/tmp/js-repository";
+  await box.git.init(path, { initialBranch: "main" });
+  await box.git.configureUser("Me", "me@a.example", { scope: "local", path });
+  await box.files.write(`${path}/a`, "1");
+  assert.equal((await box.git.status(path)).isClean, false);
+  await box.git.add(path);
+  await box.git.commit(path, "first");
+  await box.git.createBranch(path, "other");
+  assert.deepEqual((await box.git.branches(path)).branches.sort(), ["main", "other"]);
+  await box.git.checkoutBranch(path, "main");
+  await box.git.deleteBranch(path, "other");
+  await box.git.remoteAdd(path, "origin", "https://a.example/r.git");
+  assert.equal(await box.git.remoteGet(path, "origin"), "https://a.example/r.git");
+  await box.git.setConfig("pull.rebase", "false", { scope: "local", path });
+  assert.equal(await box.git.getConfig("pull.rebase", { scope: "local", path }), "false");
+  await box.git.clone(path, { path: "/tmp/js-clone" });
+  assert.equal((await box.git.status("/tmp/js-clone")).isClean, true);
+  await box.files.write(`${path}/a`, "2");
+  await box.git.restore(path, { paths: ["a"] });
+  assert.equal(await box.files.read(`${path}/a`), "1");
+  await box.git.reset(path, { mode: "hard" });
+});
+
+test("snapshots and forks start from what is there", async () => {
+  await box.files.write("/tmp/js-state", "here");
+  const snapshot = await box.createSnapshot();
+  assert.ok((await box.listSnapshots().nextItems()).some((known) => known.snapshotId === snapshot.snapshotId));
+  const other = await Sandbox.create(snapshot.snapshotId);
+  assert.equal(await other.files.read("/tmp/js-state"), "here");
+  await other.kill();
+  const [child] = await box.fork({ count: 1 });
+  assert.equal(await child.files.read("/tmp/js-state"), "here");
+  await child.kill();
+  assert.equal(await Sandbox.deleteSnapshot(snapshot.snapshotId), true);
+});
+
+test("addresses of a sandbox", async () => {
+  await box.files.write("/tmp/js-signed", "signed");
+  const url = await box.downloadUrl("/tmp/js-signed", { useSignatureExpiration: 600 });
+  assert.equal(await (await fetch(url)).text(), "signed");
+  const form = new FormData();
+  form.append("file", new Blob(["up"]), "/tmp/js-uploaded");
+  assert.equal((await fetch(await box.uploadUrl("/tmp/js-uploaded"), { method: "POST", body: form })).status, 200);
+  assert.equal(await box.files.read("/tmp/js-uploaded"), "up");
+  assert.match(box.getHost(8000), new RegExp(`^8000-${box.sandboxId}\\.`));
+});
+
+test("a network is changed while it is there", async () => {
+  await box.updateNetwork({ denyOut: ["8.8.8.8"] });
+  assert.deepEqual((await box.getInfo()).network.denyOut, ["8.8.8.8"]);
+  await box.updateNetwork({});
+});
+
+test("a template is built, named and removed", async () => {
+  const name = `js-suite-${crypto.randomUUID()}`;
+  const template = Template()
+    .fromTemplate("base")
+    .setEnvs({ FROM_TEMPLATE: "seen" })
+    .makeDir("/tmp/made")
+    .runCmd("echo built > /tmp/made/file")
+    .setWorkdir("/tmp/made")
+    .setStartCmd("touch /tmp/started; sleep infinity", waitForFile("/tmp/started"));
+  const steps = [];
+  const built = await Template.build(template, name, { onBuildLogs: (entry) => steps.push(entry.message) });
+  assert.ok(steps.some((line) => line.includes("echo built")));
+  assert.equal(await Template.exists(name), true);
+  await Template.assignTags(`${name}:default`, ["second"]);
+  assert.ok((await Template.getTags(built.templateId)).some((tag) => tag.tag === "second"));
+  await Template.removeTags(name, "second");
+  const other = await Sandbox.create(name);
+  assert.equal((await other.commands.run("cat file; echo $FROM_TEMPLATE; ls /tmp/started")).stdout, "built\nseen\n/tmp/started\n");
+  await other.kill();
+});
+
 test("what is not supported says so", async () => {
+  await assert.rejects(Volume.create("mine"), /volumes: not supported/);
+  await assert.rejects(Template.build(Template().fromImage("ubuntu"), "refused"), /registry/);
   await assert.rejects(Sandbox.create({ network: { egressProxy: { address: "proxy.example:1080" } } }), /egressProxy is not supported/);
 });
 

@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import hashlib
 import threading
 
 import pytest
@@ -185,8 +186,6 @@ def test_stream_input(box):
 
 def test_a_megabyte_goes_in_and_comes_back(box):
     handle = box.commands.run("md5sum", background=True, stdin=True)
-    import hashlib
-
     data = bytes(range(256)) * 4096
     for start in range(0, len(data), 65536):
         box.commands.send_stdin(handle.pid, data[start : start + 65536])
@@ -248,6 +247,36 @@ def test_a_long_output_comes_whole(box):
     result = box.commands.run("head -c 5000000 /dev/zero | tr '\\0' x", timeout=120)
     assert len(result.stdout) == 5_000_000
     assert set(result.stdout) == {"x"}
+
+
+@pytest.mark.machine
+@pytest.mark.current
+def test_a_hundred_megabytes_of_output_come_whole_and_in_order(box):
+    total, digest = 0, hashlib.sha256()
+
+    def take(text):
+        nonlocal total
+        total += len(text)
+        digest.update(text.encode())
+
+    # Numbered lines of one length: a missing or a misplaced one changes the digest.
+    ended = box.commands.run("seq 10000000 22499999", on_stdout=take, timeout=900, request_timeout=900)
+    assert (ended.exit_code, total) == (0, 9 * 12_500_000)
+    expected = hashlib.sha256()
+    for first in range(10_000_000, 22_500_000, 100_000):
+        expected.update("".join(f"{number}\n" for number in range(first, first + 100_000)).encode())
+    assert digest.digest() == expected.digest()
+
+
+@pytest.mark.machine
+@pytest.mark.current
+def test_a_hundred_megabytes_of_input_arrive_whole(box):
+    piece = bytes(range(256)) * 4096
+    handle = box.commands.run("sha256sum", background=True, stdin=True, timeout=900)
+    for _ in range(100):
+        box.commands.send_stdin(handle.pid, piece)
+    box.commands.close_stdin(handle.pid)
+    assert handle.wait().stdout.split()[0] == hashlib.sha256(piece * 100).hexdigest()
 
 
 def test_a_slow_listener_gets_everything(box):

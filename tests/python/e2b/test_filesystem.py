@@ -1,5 +1,6 @@
 """sandbox.files"""
 
+import hashlib
 import io
 import os
 
@@ -227,6 +228,19 @@ def test_twenty_megabytes_both_ways(box, place):
     assert bytes(box.files.read(f"{place}/big", format="bytes")) == data
     box.files.write(f"{place}/big2", io.BytesIO(data))
     assert b"".join(box.files.read(f"{place}/big2", format="stream")) == data
+
+
+@pytest.mark.machine
+@pytest.mark.current
+def test_a_hundred_megabytes_both_ways(box, place):
+    piece = os.urandom(1 << 20)
+    digest = hashlib.sha256(piece * 100).hexdigest()
+    box.files.write(f"{place}/huge", io.BytesIO(piece * 100), request_timeout=600)
+    assert box.commands.run(f"sha256sum < {place}/huge", timeout=600).stdout.split()[0] == digest
+    seen = hashlib.sha256()
+    for chunk in box.files.read(f"{place}/huge", format="stream", request_timeout=600):
+        seen.update(chunk)
+    assert seen.hexdigest() == digest
 
 
 def test_ranges(box, place, edge):

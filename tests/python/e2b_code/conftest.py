@@ -36,14 +36,6 @@ def run(box):
     return run_code
 
 
-def is_current():
-    """Whether this is the current generation of the SDK."""
-    import importlib.metadata
-
-    major, minor, *_ = importlib.metadata.version("e2b_code_interpreter").split(".")
-    return (int(major), int(minor)) > (2, 9)
-
-
 def cells(name):
     """The cells of a field case's input."""
     import re

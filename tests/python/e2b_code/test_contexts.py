@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from conftest import PATIENCE_S, cells, is_current, stdout
+from conftest import PATIENCE_S, cells, stdout
 from e2b_code_interpreter import Sandbox
 from e2b.exceptions import InvalidArgumentException, NotFoundException, TimeoutException
 
@@ -81,7 +81,7 @@ def test_other_languages_run_with_an_environment(run, language, code, expected):
     assert stdout(run(code, language=language, envs={"ONCE": "once"})) == expected
 
 
-@pytest.mark.skipif(not is_current(), reason="an emulated Java takes minutes, and nothing of it is the SDK's")
+@pytest.mark.long
 def test_java_runs(run):
     assert run("int a = 6; a * 7", language="java", timeout=900, request_timeout=900).text == "42"
 
@@ -128,6 +128,7 @@ def test_a_kernel_that_dies_is_reported_and_replaced(run, context):
     assert run("other", context=context).text == "lives"
 
 
+@pytest.mark.long
 def test_a_kernel_without_memory_says_so():
     box = Sandbox.create(timeout=1200)
     try:
@@ -145,6 +146,7 @@ def test_a_kernel_without_memory_says_so():
         box.kill()
 
 
+@pytest.mark.long
 def test_the_service_comes_back_after_it_was_killed():
     box = Sandbox.create(timeout=1200)
     try:
