@@ -14,6 +14,7 @@ use serde::Serialize;
 use stockade_model::SandboxId;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
+    sync::Semaphore,
     task::JoinHandle,
 };
 
@@ -28,6 +29,7 @@ use crate::{
     proxy::{AuthorityError, CertificateAuthority},
     routes::Routes,
     sandbox::Sandbox,
+    udp,
     upstream::{Dialer, HostAddresses, Outward, Resolver, SystemDialer, SystemResolver},
     upstream_proxy::UpstreamProxy,
 };
@@ -105,6 +107,8 @@ pub(crate) struct Shared {
     pub(crate) secrets: Arc<dyn SecretProvider>,
     pub(crate) audit: Arc<dyn AuditSink>,
     pub(crate) floor: Floor,
+    /// One for each flow of datagrams.
+    pub(crate) udp_sockets: Arc<Semaphore>,
     /// Towards upstream, with HTTP/2 and without.
     pub(crate) tls_any: Arc<ClientConfig>,
     pub(crate) tls_http1: Arc<ClientConfig>,
@@ -201,6 +205,7 @@ impl Gateway {
                 secrets: config.secrets,
                 audit: config.audit,
                 floor: config.floor,
+                udp_sockets: Arc::new(Semaphore::new(udp::MOST_SOCKETS)),
             }),
         })
     }
@@ -302,6 +307,8 @@ pub struct Stats {
     pub flows: usize,
     /// Of these, with a handshake under way.
     pub half_open_flows: usize,
+    /// Flows of datagrams now.
+    pub udp_flows: usize,
     /// Names known.
     pub names: usize,
     /// Frames dropped.
@@ -317,7 +324,7 @@ pub struct Control {
 
 impl Control {
     /// Puts a policy in force, at once and as a whole: connections and requests are judged by it from now on, and
-    /// open connections it does not allow are reset before this returns. Returns how many. A policy that cannot be
+    /// open connections it does not allow are reset before this returns, flows of datagrams ended. Returns how many. A policy that cannot be
     /// honoured changes nothing.
     pub fn set_policy(&self, layers: &[Policy]) -> Result<usize, PolicyError> {
         let policy = CompiledPolicy::compile_layers(&self.sandbox.shared.floor, layers)?;
@@ -341,6 +348,7 @@ impl Control {
             bytes_to_guest: self.link.bytes_to_guest.load(Ordering::Relaxed),
             flows: self.link.flow_count(),
             half_open_flows: self.link.half_open_count(),
+            udp_flows: self.sandbox.udp.count(),
             names: self.sandbox.names.len(),
             dropped_frames: self.link.drops.total(),
         }

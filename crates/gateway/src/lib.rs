@@ -14,6 +14,7 @@
 
 pub mod audit;
 pub mod broker;
+mod dial;
 pub mod dns;
 mod fetch;
 mod gateway;
@@ -21,9 +22,11 @@ mod limits;
 pub mod net;
 pub mod policy;
 pub mod proxy;
+mod proxy_client;
 mod routes;
 mod sandbox;
 mod traffic;
+mod udp;
 mod upstream;
 mod upstream_proxy;
 

@@ -16,7 +16,7 @@ pub struct Limits {
     pub flows: usize,
     /// Connections whose handshake is under way; more are ignored until some are done.
     pub half_open_flows: usize,
-    /// New connections per second, with bursts of as many; more are ignored and tried again by the guest.
+    /// New connections and flows of datagrams per second, with bursts of as many; more are ignored.
     pub new_flows_per_second: u32,
     /// Bytes per second in each direction; none: no limit.
     pub bytes_per_second: Option<u64>,
@@ -38,6 +38,10 @@ pub struct Limits {
     pub idle_timeout_ms: u64,
     /// For a connection outwards.
     pub dial_timeout_ms: u64,
+    /// Flows of datagrams at a time; more are refused.
+    pub udp_flows: usize,
+    /// A flow of datagrams ends when nothing came either way for so long.
+    pub udp_idle_timeout_ms: u64,
 }
 
 impl Default for Limits {
@@ -56,6 +60,8 @@ impl Default for Limits {
             head_timeout_ms: 10_000,
             idle_timeout_ms: 60_000,
             dial_timeout_ms: 10_000,
+            udp_flows: 256,
+            udp_idle_timeout_ms: 120_000,
         }
     }
 }
@@ -67,6 +73,10 @@ impl Limits {
 
     pub(crate) fn idle_timeout(&self) -> Duration {
         Duration::from_millis(self.idle_timeout_ms)
+    }
+
+    pub(crate) fn udp_idle_timeout(&self) -> Duration {
+        Duration::from_millis(self.udp_idle_timeout_ms)
     }
 
     pub(crate) fn dial_timeout(&self) -> Duration {

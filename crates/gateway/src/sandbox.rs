@@ -19,9 +19,10 @@ use crate::{
     gateway::Shared,
     limits::{Bucket, Limits},
     net::{Flow, FlowFacts, FlowKey, FlowStream, GATEWAY_ADDRESS, Guard, Link, Mode, Syn, frame::Datagram},
-    policy::{CompiledForward, CompiledPolicy, Decision, Destination, HttpQuestion, L7, OnDeny},
+    policy::{CompiledPolicy, Decision, Destination, HttpQuestion, L7, OnDeny},
     proxy,
-    upstream::{BoxIo, ResolveError},
+    udp::UdpFlows,
+    upstream::ResolveError,
 };
 
 const CACHED_NAMES: usize = 2_048;
@@ -37,6 +38,7 @@ pub(crate) struct Sandbox {
     pub(crate) limits: Limits,
     pub(crate) names: NameTable,
     pub(crate) auditor: Auditor,
+    pub(crate) udp: UdpFlows,
     policy: ArcSwap<CompiledPolicy>,
     link: OnceLock<Weak<Link>>,
     syns: Bucket,
@@ -60,38 +62,6 @@ impl Target {
     }
 }
 
-/// Why nothing was reached.
-#[derive(Debug)]
-pub(crate) enum DialError {
-    Denied(Decision, Option<IpAddr>),
-    Resolve(ResolveError),
-    Connect(String),
-}
-
-impl DialError {
-    pub(crate) fn code(&self) -> &'static str {
-        match self {
-            Self::Denied(decision, _) => decision.reason.code(),
-            Self::Resolve(ResolveError::NotFound) => "name_not_found",
-            Self::Resolve(ResolveError::Failed(_)) => "name_not_resolved",
-            Self::Connect(_) => "connect_failed",
-        }
-    }
-
-    pub(crate) fn is_denied(&self) -> bool {
-        matches!(self, Self::Denied(..))
-    }
-
-    pub(crate) fn message(&self) -> String {
-        match self {
-            Self::Denied(decision, Some(address)) => format!("it resolves to {address}: {}", decision.reason),
-            Self::Denied(decision, None) => decision.reason.to_string(),
-            Self::Resolve(error) => error.to_string(),
-            Self::Connect(problem) => format!("it cannot be reached: {problem}"),
-        }
-    }
-}
-
 impl Sandbox {
     pub(crate) fn new(
         id: SandboxId,
@@ -108,6 +78,7 @@ impl Sandbox {
             owner,
             shared,
             names,
+            udp: UdpFlows::default(),
             policy: ArcSwap::from_pointee(policy),
             link: OnceLock::new(),
             syns: Bucket::new(limits.new_flows_per_second),
@@ -148,16 +119,24 @@ impl Sandbox {
     /// Puts a policy in force and ends what it does not allow. Who asks from now on gets the new answers; flows that
     /// were being judged ask again before they carry anything (see [`Sandbox::dial`] and [`Sandbox::allows_flow`]).
     pub(crate) fn set_policy(&self, policy: CompiledPolicy) -> usize {
-        self.policy.store(Arc::new(policy));
+        let policy = Arc::new(policy);
+        let before = self.policy.swap(Arc::clone(&policy));
+        // What is under way goes another way than it should.
+        let rerouted = before.egress_proxy() != policy.egress_proxy();
         self.audit(AuditKind::Policy, Verdict::Allow, "in_force", Facts::default());
         let Some(link) = self.link.get().and_then(Weak::upgrade) else { return 0 };
         let mut ended = 0;
         for flow in link.flows() {
-            if !self.allows_flow(&flow) {
+            let is_outbound = flow.key.port != 53 && !matches!(flow.facts().mode, Mode::Inbound | Mode::Explain);
+            if rerouted && is_outbound || !self.allows_flow(&flow) {
                 ended += 1;
                 self.audit(AuditKind::Connect, Verdict::Deny, "policy_changed", facts_of(&flow));
                 flow.abort();
             }
+        }
+        for target in self.udp.keep(|target, upstream| !rerouted && self.allows_udp(target, upstream)) {
+            ended += 1;
+            self.audit(AuditKind::Udp, Verdict::Deny, "policy_changed", target_facts(&target));
         }
         ended
     }
@@ -195,89 +174,24 @@ impl Sandbox {
     }
 
     pub(crate) fn judge(&self, policy: &CompiledPolicy, target: &Target, upstream: Option<IpAddr>) -> Decision {
-        let destination = match (&target.name, upstream) {
+        policy.connect(self.destination(target, upstream), target.port, &self.shared.out.host_addresses.get())
+    }
+
+    pub(crate) fn judge_udp(&self, policy: &CompiledPolicy, target: &Target, upstream: Option<IpAddr>) -> Decision {
+        policy.datagrams(self.destination(target, upstream), target.port, &self.shared.out.host_addresses.get())
+    }
+
+    fn destination<'t>(&self, target: &'t Target, upstream: Option<IpAddr>) -> Destination<'t> {
+        match (&target.name, upstream) {
             // Where the operator leads a name is not judged.
             (Some(name), Some(_)) if self.route(target).is_some() => Destination::Name(name),
             (Some(name), Some(address)) => Destination::Resolved(name, address),
             (Some(name), None) => Destination::Name(name),
             (None, _) => Destination::Address(target.address.into()),
-        };
-        policy.connect(destination, target.port, &self.shared.out.host_addresses.get())
-    }
-
-    /// Resolves, judges and connects as one step: only an address that was judged is dialled, and if the policy
-    /// changed meanwhile it is judged again.
-    pub(crate) async fn dial(&self, target: &Target) -> Result<(BoxIo, SocketAddr), DialError> {
-        let route = self.route(target);
-        let addresses = match &target.name {
-            Some(_) if route.is_some() => route.map(|route| route.ip()).into_iter().collect(),
-            Some(name) => self.resolve(name).await.map_err(DialError::Resolve)?,
-            None => vec![target.address.into()],
-        };
-        let judge = |address| self.judge(&self.policy(), target, Some(address));
-        let is_named = target.name.is_some();
-        self.dial_first(addresses, route, target.port, is_named, judge).await
-    }
-
-    /// The same for the proxy of a rule.
-    pub(crate) async fn dial_forward(&self, proxy: &CompiledForward) -> Result<(BoxIo, SocketAddr), DialError> {
-        let CompiledForward { host, port, is_operators, .. } = proxy;
-        let route = self.shared.out.routes.get(host, *port);
-        let addresses = match route {
-            Some(route) => vec![route.ip()],
-            None => self.resolve(host).await.map_err(DialError::Resolve)?,
-        };
-        let judge = |address| {
-            let destination = match route {
-                Some(_) => Destination::Name(host),
-                None => Destination::Resolved(host, address),
-            };
-            self.policy().forward(*is_operators, destination, *port, &self.shared.out.host_addresses.get())
-        };
-        self.dial_first(addresses, route, *port, true, judge).await
-    }
-
-    async fn dial_first(
-        &self,
-        addresses: Vec<IpAddr>,
-        route: Option<SocketAddr>,
-        port: u16,
-        is_named: bool,
-        judge: impl Fn(IpAddr) -> Decision,
-    ) -> Result<(BoxIo, SocketAddr), DialError> {
-        let mut problem = None;
-        for address in addresses {
-            let decision = judge(address);
-            if !decision.allowed {
-                let denied = DialError::Denied(decision, is_named.then_some(address));
-                problem.get_or_insert(denied);
-                continue;
-            }
-            let upstream = route.unwrap_or_else(|| SocketAddr::new(address, port));
-            let out = &self.shared.out;
-            let dial =
-                async { if route.is_some() { out.dial_route(upstream).await } else { out.dial(upstream).await } };
-            match tokio::time::timeout(self.limits.dial_timeout(), dial).await {
-                Ok(Ok(stream)) => {
-                    let decision = judge(address);
-                    if !decision.allowed {
-                        return Err(DialError::Denied(decision, Some(address)));
-                    }
-                    return Ok((stream, upstream));
-                }
-                Ok(Err(error)) => problem = Some(DialError::Connect(error.to_string())),
-                Err(_) => problem = Some(DialError::Connect("it did not answer in time".to_owned())),
-            }
         }
-        Err(problem.unwrap_or(DialError::Resolve(ResolveError::NotFound)))
     }
 
-    /// Where the operator leads it.
-    fn route(&self, target: &Target) -> Option<SocketAddr> {
-        target.name.as_deref().and_then(|name| self.shared.out.routes.get(name, target.port))
-    }
-
-    async fn resolve(&self, name: &str) -> Result<Vec<IpAddr>, ResolveError> {
+    pub(crate) async fn resolve(&self, name: &str) -> Result<Vec<IpAddr>, ResolveError> {
         {
             let cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some((_, known)) = cache.get(name).filter(|(until, _)| *until > Instant::now()) {
@@ -341,6 +255,15 @@ impl Sandbox {
 
     fn address_of(&self, name: &str) -> Answer {
         self.names.address(name).map_or(Answer::Servfail, Answer::Address)
+    }
+
+    /// Whether one more flow may be opened now.
+    pub(crate) fn may_open(&self) -> bool {
+        self.syns.take()
+    }
+
+    pub(crate) fn this(&self) -> Option<Arc<Self>> {
+        self.itself.upgrade()
     }
 
     pub(crate) fn may_ask(&self) -> bool {
@@ -448,10 +371,8 @@ impl Guard for Sandbox {
         });
     }
 
-    fn udp_refused(&self, to: Ipv4Addr, port: u16) {
-        let name = self.names.name(to).map(|name| name.to_string());
-        let facts = Facts { address: Some(to.into()), port: Some(port), name, ..Facts::default() };
-        self.audit(AuditKind::Udp, Verdict::Deny, "udp_closed", facts);
+    fn udp(&self, link: &Arc<Link>, datagram: &Datagram<'_>) -> bool {
+        self.take_datagram(link, datagram)
     }
 
     fn echo(&self, to: Ipv4Addr) -> bool {
@@ -461,6 +382,7 @@ impl Guard for Sandbox {
     fn link_ended(&self, error: Option<&io::Error>) {
         let verdict = if error.is_some() { Verdict::Error } else { Verdict::Allow };
         let facts = Facts { detail: error.map(ToString::to_string), ..Facts::default() };
+        self.udp.end();
         self.audit(AuditKind::Link, verdict, "link_ended", facts);
         self.auditor.flush();
     }

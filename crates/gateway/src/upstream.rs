@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -10,7 +10,7 @@ use std::{
 use async_trait::async_trait;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::TcpStream,
+    net::{TcpStream, UdpSocket},
 };
 
 use crate::{routes::Routes, upstream_proxy::UpstreamProxy};
@@ -46,6 +46,9 @@ pub trait Resolver: Send + Sync + 'static {
 pub trait Dialer: Send + Sync + 'static {
     /// Connects.
     async fn dial(&self, address: SocketAddr) -> io::Result<BoxIo>;
+
+    /// A socket that sends datagrams to the address and hears from it alone.
+    async fn dial_udp(&self, address: SocketAddr) -> io::Result<UdpSocket>;
 }
 
 /// The host's own resolver (`getaddrinfo`).
@@ -88,6 +91,16 @@ impl Dialer for SystemDialer {
         stream.set_nodelay(true)?;
         Ok(Box::new(stream))
     }
+
+    async fn dial_udp(&self, address: SocketAddr) -> io::Result<UdpSocket> {
+        let any: IpAddr = match address {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let socket = UdpSocket::bind((any, 0)).await?;
+        socket.connect(address).await?;
+        Ok(socket)
+    }
 }
 
 /// The way out of the host: for guests' connections and for what the gateway asks by itself.
@@ -110,9 +123,24 @@ impl Outward {
         }
     }
 
+    /// As [`Outward::dial`], for datagrams. The operator's proxy takes none, and nothing goes past it.
+    pub(crate) async fn dial_udp(&self, address: SocketAddr) -> io::Result<UdpSocket> {
+        match &self.proxy {
+            Some(proxy) if !proxy.is_direct(address.ip()) => {
+                Err(io::Error::new(io::ErrorKind::Unsupported, "the deployment's proxy takes no UDP"))
+            }
+            _ => self.dialer.dial_udp(address).await,
+        }
+    }
+
     /// Connects to where a route of the operator's leads.
     pub(crate) async fn dial_route(&self, address: SocketAddr) -> io::Result<BoxIo> {
         self.dialer.dial(address).await
+    }
+
+    /// As [`Outward::dial_route`], for datagrams.
+    pub(crate) async fn dial_udp_route(&self, address: SocketAddr) -> io::Result<UdpSocket> {
+        self.dialer.dial_udp(address).await
     }
 }
 

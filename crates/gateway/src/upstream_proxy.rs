@@ -1,13 +1,8 @@
-//! The operator's HTTP proxy between this host and the world.
+//! The operator's proxy between this host and the world.
 //!
-//! ```text
-//! name ──resolved here──> address ──judged here──> CONNECT 203.0.114.7:443 ──proxy──> the world
-//! ```
-//!
-//! The proxy is asked for addresses, never for names: a name that the proxy resolved could lead into a private network
-//! or to metadata, and nothing here could see it. So this host has to be able to resolve names, and a proxy that takes
-//! names alone cannot be used. A proxy that does not answer or refuses is an error: nothing is ever dialled past it but
-//! the operator's routes and `direct_cidrs`.
+//! It is asked for addresses that were resolved and judged here (see [`proxy_client`](crate::proxy_client)), so that
+//! this host has to be able to resolve names, and a proxy that takes names alone cannot be used. A proxy that does not
+//! answer or refuses is an error: nothing is ever dialled past it but the operator's routes and `direct_cidrs`.
 
 use std::{
     io,
@@ -16,21 +11,14 @@ use std::{
     sync::Arc,
 };
 
-use base64::{Engine as _, engine::general_purpose::STANDARD};
-use bytes::Bytes;
-use http::{HeaderValue, Request, Uri, header};
-use http_body_util::Empty;
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
 use ipnet::IpNet;
-use rustls::{ClientConfig, pki_types::ServerName};
+use rustls::ClientConfig;
 use serde::Deserialize;
 use stockade_model::Secret;
-use tokio_rustls::TlsConnector;
 use zeroize::Zeroizing;
 
 use crate::{
-    policy::normalize_name,
+    proxy_client::{Login, ProxyPlace},
     upstream::{BoxIo, Dialer, Resolver},
 };
 
@@ -38,7 +26,7 @@ use crate::{
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UpstreamProxyConfig {
-    /// `http://proxy.example:3128`, or `https://` where the way to the proxy itself is TLS.
+    /// `http://proxy.example:3128`, `https://` where the way to the proxy itself is TLS, or `socks5://`.
     pub url: String,
     /// Who we say we are; needs a password.
     #[serde(default)]
@@ -56,10 +44,9 @@ pub struct UpstreamProxyConfig {
 
 /// A proxy that everything is dialled through.
 pub struct UpstreamProxy {
-    host: String,
-    port: u16,
-    tls: Option<Arc<ClientConfig>>,
-    authorization: Option<HeaderValue>,
+    place: ProxyPlace,
+    tls: Arc<ClientConfig>,
+    login: Option<Login>,
     direct: Vec<IpNet>,
 }
 
@@ -69,29 +56,11 @@ impl UpstreamProxyConfig {
     /// # Errors
     /// It cannot be used; the text names the field.
     pub fn open(&self, tls: Arc<ClientConfig>) -> Result<UpstreamProxy, String> {
-        let wrong = |problem: &str| format!("upstream_proxy.{problem}");
-        let url: Uri = self.url.parse().map_err(|_| wrong("url: is no URL"))?;
-        let tls = match url.scheme_str() {
-            Some("http") => None,
-            Some("https") => Some(tls),
-            _ => return Err(wrong("url: use http:// or https://; other kinds of proxies are not offered")),
-        };
-        let authority = url.authority().ok_or_else(|| wrong("url: names no host"))?;
-        if authority.as_str().contains('@') {
-            return Err(wrong("url: holds credentials; use username and password_env or password_file"));
-        }
-        if !matches!(url.path(), "" | "/") || url.query().is_some() {
-            return Err(wrong("url: takes a host and a port alone"));
-        }
-        let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
-        if host.parse::<IpAddr>().is_err() && normalize_name(&host).is_none() {
-            return Err(wrong("url: its host is no name"));
-        }
-        let port = url.port_u16().unwrap_or(if tls.is_some() { 443 } else { 80 });
-        Ok(UpstreamProxy { host, port, tls, authorization: self.authorization()?, direct: self.direct_cidrs.clone() })
+        let place = ProxyPlace::parse(&self.url).map_err(|problem| format!("upstream_proxy.url: {problem}"))?;
+        Ok(UpstreamProxy { place, tls, login: self.login()?, direct: self.direct_cidrs.clone() })
     }
 
-    fn authorization(&self) -> Result<Option<HeaderValue>, String> {
+    fn login(&self) -> Result<Option<Login>, String> {
         let wrong = |problem: String| format!("upstream_proxy.{problem}");
         let password = match (&self.password_env, &self.password_file) {
             (None, None) => None,
@@ -106,16 +75,13 @@ impl UpstreamProxyConfig {
             }
             (Some(_), Some(_)) => return Err(wrong("password_env: is there besides password_file".to_owned())),
         };
-        let (username, password) = match (&self.username, password) {
+        let login = match (&self.username, password) {
             (None, None) => return Ok(None),
-            (Some(username), Some(password)) if !username.contains(':') => (username, password),
-            _ => return Err(wrong("username: takes a name without a colon, and a password".to_owned())),
+            (Some(username), Some(password)) => Login { username: username.clone(), password },
+            _ => return Err(wrong("username: takes a name and a password".to_owned())),
         };
-        let pair = Zeroizing::new(format!("{username}:{}", password.expose()));
-        let text = Zeroizing::new(format!("Basic {}", STANDARD.encode(pair.as_bytes())));
-        let mut value = HeaderValue::from_str(&text).map_err(|_| wrong("password: cannot be sent".to_owned()))?;
-        value.set_sensitive(true);
-        Ok(Some(value))
+        login.check().map_err(|problem| wrong(problem.to_owned()))?;
+        Ok(Some(login))
     }
 }
 
@@ -134,39 +100,21 @@ impl UpstreamProxy {
     ) -> io::Result<BoxIo> {
         let failed = |problem: String| io::Error::other(format!("the deployment's proxy {problem}"));
         let stream = self.reach(resolver, dialer).await.map_err(|error| failed(format!("was not reached: {error}")))?;
-        let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(|error| failed(error.to_string()))?;
-        tokio::spawn(connection.with_upgrades());
-        let mut request = Request::connect(address.to_string()).header(header::HOST, address.to_string());
-        if let Some(authorization) = &self.authorization {
-            request = request.header(header::PROXY_AUTHORIZATION, authorization);
-        }
-        let request = request.body(Empty::<Bytes>::new()).map_err(io::Error::other)?;
-        let answer = sender.send_request(request).await.map_err(|error| failed(format!("broke off: {error}")))?;
-        if !answer.status().is_success() {
-            return Err(failed(format!("answered with {}", answer.status().as_u16())));
-        }
-        let stream = hyper::upgrade::on(answer).await.map_err(|error| failed(format!("broke off: {error}")))?;
-        Ok(Box::new(TokioIo::new(stream)))
+        let asked = self.place.ask(stream, &self.tls, self.login.as_ref(), address).await;
+        asked.map_err(|error| failed(error.to_string()))
     }
 
     async fn reach(&self, resolver: &dyn Resolver, dialer: &dyn Dialer) -> io::Result<BoxIo> {
-        let addresses = match self.host.parse::<IpAddr>() {
+        let addresses = match self.place.host.parse::<IpAddr>() {
             Ok(address) => vec![address],
-            Err(_) => resolver.resolve(&self.host).await.map_err(io::Error::other)?.0,
+            Err(_) => resolver.resolve(&self.place.host).await.map_err(io::Error::other)?.0,
         };
         let mut problem = io::Error::other("its name has no address");
         for address in addresses {
-            let stream = match dialer.dial((address, self.port).into()).await {
-                Ok(stream) => stream,
-                Err(error) => {
-                    problem = error;
-                    continue;
-                }
-            };
-            let Some(tls) = &self.tls else { return Ok(stream) };
-            let name = ServerName::try_from(self.host.clone()).map_err(io::Error::other)?;
-            return Ok(Box::new(TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?));
+            match dialer.dial((address, self.place.port).into()).await {
+                Ok(stream) => return Ok(stream),
+                Err(error) => problem = error,
+            }
         }
         Err(problem)
     }
@@ -182,9 +130,11 @@ mod tests {
         let open = |text: &str| serde_json::from_str::<UpstreamProxyConfig>(text).expect(text).open(tls()).map(drop);
         assert_eq!(open(r#"{"url": "http://proxy.example:3128", "direct_cidrs": ["10.0.0.0/8"]}"#), Ok(()));
         assert_eq!(open(r#"{"url": "https://10.0.0.7"}"#), Ok(()));
+        assert_eq!(open(r#"{"url": "socks5://10.0.0.7"}"#), Ok(()));
         assert_eq!(open(r#"{"url": "http://a.example", "username": "u", "password_env": "PATH"}"#), Ok(()));
         for (bad, field) in [
-            (r#"{"url": "socks5://a.example:1080"}"#, "url"),
+            (r#"{"url": "socks5h://a.example:1080"}"#, "url"),
+            (r#"{"url": "socks4://a.example:1080"}"#, "url"),
             (r#"{"url": "http://u:p@a.example"}"#, "url"),
             (r#"{"url": "http://a.example/path"}"#, "url"),
             (r#"{"url": "a.example:3128"}"#, "url"),

@@ -39,7 +39,6 @@ fn what_cannot_be_honoured_is_refused_with_its_field() {
     };
     for (policy, field) in [
         (json!({"defualt": "deny"}), "defualt"),
-        (json!({"default": "allow_public_udp"}), "allow_public_udp"),
         (json!({"upstream": {"socks5": "proxy.example"}}), "upstream"),
         (rule(json!({"action": "allow", "names": ["http://a.example"]})), "rules[0].names[0]"),
         (rule(json!({"action": "allow", "names": ["a.example", "*.*.example"]})), "rules[0].names[1]"),
@@ -49,7 +48,8 @@ fn what_cannot_be_honoured_is_refused_with_its_field() {
         (rule(json!({"action": "allow", "cidrs": ["a.example"]})), "rules[0].cidrs[0]"),
         (rule(json!({"action": "allow", "ports": [0]})), "rules[0].ports[0]"),
         (rule(json!({"action": "allow", "ports": ["9-1"]})), "rules[0].ports[0]"),
-        (rule(json!({"action": "allow", "l7": "udp"})), "udp"),
+        (rule(json!({"action": "allow", "l7": "sctp"})), "sctp"),
+        (rule(json!({"action": "allow", "l7": "udp", "names": ["a.example"]})), "rules[0].ports"),
         (rule(json!({"action": "maybe"})), "maybe"),
         (http(json!({"hosts": []})), "http[0].hosts"),
         (http(json!({"methods": ["get"]})), "http[0].methods[0]"),
@@ -57,6 +57,8 @@ fn what_cannot_be_honoured_is_refused_with_its_field() {
         (http(json!({"path": {"glob": "*"}})), "glob"),
         (http(json!({"action": {"sign": {"aws": {}}}})), "sign"),
         (http(json!({"action": {"set_headers": {}}})), "http[0].action"),
+        (http(json!({"mask_echo": true})), "http[0].mask_echo"),
+        (http(json!({"mask_echo": true, "action": {"forward": {"url": "https://p.example"}}})), "http[0].mask_echo"),
         (http(json!({"action": {"set_headers": {"host": "b"}}})), "http[0].action.set_headers.host"),
         (http(json!({"action": {"set_headers": {"a b": "c"}}})), "http[0].action.set_headers.a b"),
         (http(json!({"action": {"set_headers": {"x-a": "b\r\nc: d"}}})), "http[0].action.set_headers.x-a"),
@@ -128,6 +130,45 @@ fn a_denied_network_counts_for_the_address_a_name_resolves_to() {
     assert!(by_name(&policy, "a.example", 443));
     let at = |text: &str| policy.connect(Destination::Resolved("a.example", text.parse().unwrap()), 443, &[]).allowed;
     assert!(!at("93.184.216.34") && !at("::ffff:93.184.216.34") && at("93.184.217.34"));
+}
+
+#[test]
+fn udp_is_open_where_it_is_named_and_closed_where_requests_are_read() {
+    let udp = |policy: &Value, name: &str, port: u16| {
+        compile(policy.clone()).unwrap().datagrams(Destination::Name(name), port, &[]).allowed
+    };
+    let tcp = |policy: &Value, name: &str, port: u16| by_name(&compile(policy.clone()).unwrap(), name, port);
+    for closed in ["deny", "allow_web", "allow_public"] {
+        assert!(!udp(&json!({"default": closed}), "a.example", 443), "{closed}");
+    }
+    let open = json!({"default": "allow_public_udp"});
+    assert!(udp(&open, "a.example", 443) && tcp(&open, "a.example", 22));
+    // What a rule says of UDP it says of nothing else, and the other way round; a denial without it is of both.
+    let rules = json!({"default": "deny", "rules": [
+        {"action": "deny", "names": ["no.example"]},
+        {"action": "allow", "names": ["*.example"], "ports": [443], "l7": "udp"},
+        {"action": "allow", "names": ["web.example"], "ports": [53, 80]},
+    ]});
+    assert!(udp(&rules, "a.example", 443) && !tcp(&rules, "a.example", 443));
+    assert!(!udp(&rules, "web.example", 80) && tcp(&rules, "web.example", 80));
+    assert!(!udp(&rules, "no.example", 443) && !udp(&rules, "a.example", 444));
+    let only_tcp =
+        json!({"default": "allow_public_udp", "rules": [{"action": "deny", "cidrs": ["0.0.0.0/0"], "l7": "udp"}]});
+    assert!(tcp(&only_tcp, "a.example", 22));
+    // HTTP/3 would carry requests past conditions on them.
+    let mut read = json!({"default": "allow_public_udp", "http": [{"hosts": ["api.example"], "action": "deny"}],
+                          "rules": [{"action": "allow", "names": ["*.example"], "ports": [443], "l7": "udp"}]});
+    assert!(!udp(&read, "api.example", 443) && udp(&read, "other.example", 443) && !udp(&read, "other.org", 443));
+    read["http"] = json!([]);
+    read["intercept"] = json!({"always": ["api.example"]});
+    assert!(!udp(&read, "api.example", 443) && !udp(&read, "other.org", 443));
+    let layers: Vec<Policy> =
+        [json!({"default": "allow_public"}), open.clone()].map(|layer| serde_json::from_value(layer).unwrap()).to_vec();
+    let bound = CompiledPolicy::compile_layers(&Floor::default(), &layers).unwrap();
+    assert!(!bound.datagrams(Destination::Name("a.example"), 443, &[]).allowed, "a bound without UDP closes it");
+    let explained = explain(open, "GET", "udp://a.example:443", &["93.184.216.34"]);
+    assert_eq!((explained.allowed, explained.mode), (true, "udp"));
+    assert!(!explain(json!({}), "GET", "udp://a.example:443", &[]).allowed);
 }
 
 #[test]

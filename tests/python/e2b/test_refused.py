@@ -35,11 +35,11 @@ def test_what_a_network_cannot_have_is_refused_at_create(edge):
 
     key = os.environ["E2B_API_KEY"]
     for field, value in [
-        ("egressProxy", {"address": "proxy.example:1080"}),
+        ("egressProxy.tls", {"address": "proxy.example:1080", "tls": {"enabled": True}}),
         ("dnsServers", ["8.8.8.8"]),
         ("httpsPorts", [8443]),
     ]:
-        answer = edge.api("POST", "/v2/sandboxes", key, json={"templateID": "base", "network": {field: value}})
+        answer = edge.api("POST", "/v2/sandboxes", key, json={"templateID": "base", "network": {field.split(".")[0]: value}})
         assert answer.status_code == 400
         assert f"network.{field} is not supported" in answer.json()["message"]
 

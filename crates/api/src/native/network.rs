@@ -70,7 +70,7 @@ impl From<NetworkState> for NetworkView {
             names: stats.names,
             dropped_frames: stats.dropped_frames,
         };
-        Self { revision: state.revision, network: state.spec, stats: state.stats.map(stats) }
+        Self { revision: state.revision, network: state.spec.shown(), stats: state.stats.map(stats) }
     }
 }
 
@@ -113,7 +113,7 @@ struct DefaultView {
 
 impl From<DefaultNetwork> for DefaultView {
     fn from(default: DefaultNetwork) -> Self {
-        Self { from: default.from, network: default.spec }
+        Self { from: default.from, network: default.spec.shown() }
     }
 }
 

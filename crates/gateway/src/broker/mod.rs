@@ -12,6 +12,7 @@
 //! in an error or a record; records carry names.
 
 mod body;
+mod mask;
 mod request;
 
 use std::sync::Arc;
@@ -19,9 +20,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use http::HeaderValue;
 use stockade_model::{SandboxId, Secret};
+use zeroize::Zeroizing;
 
 pub(crate) use self::{
-    body::{EchoMask, TokenWatch, read_at_most},
+    body::{TokenWatch, read_at_most},
+    mask::{EchoMask, Masks},
     request::{Refused, Sent, Substituter},
 };
 
@@ -170,6 +173,31 @@ impl Template {
 
     pub(crate) fn has_secret(&self) -> bool {
         self.secret_names().next().is_some()
+    }
+
+    /// Whether it is a reference and nothing else.
+    pub(crate) fn is_one_secret(&self) -> bool {
+        self.secret_names().count() == 1
+            && self.0.iter().all(|piece| matches!(piece, Piece::Secret(_)) || *piece == Piece::Text(String::new()))
+    }
+
+    /// The text with the values in it.
+    pub(crate) async fn fill(
+        &self,
+        provider: &dyn SecretProvider,
+        request: &SecretRequest,
+    ) -> Result<Secret, SecretError> {
+        let mut text = Zeroizing::new(String::new());
+        for piece in &self.0 {
+            match piece {
+                Piece::Text(literal) => text.push_str(literal),
+                Piece::Secret(name) => {
+                    let request = SecretRequest { secret: name.clone(), ..request.clone() };
+                    text.push_str(provider.value(&request).await?.expose());
+                }
+            }
+        }
+        Ok(Secret::new(text.as_str()))
     }
 }
 

@@ -12,7 +12,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Uri, header, request};
 use stockade_model::Secret;
 use zeroize::Zeroizing;
 
-use super::{Piece, SecretError, SecretProvider, SecretRequest, Template};
+use super::{Masks, Piece, SecretError, SecretProvider, SecretRequest, Template};
 use crate::policy::{CompiledPolicy, CompiledSubstitution, HttpDecision, OtherHost, Scheme};
 
 /// Headers that servers and proxies are known to repeat in answers and logs.
@@ -41,6 +41,9 @@ const ECHOED: &[&str] = &[
 ];
 const ECHOED_PREFIXES: &[&str] = &["sec-", "x-forwarded-", "x-b3-", "x-request-", "x-correlation-", "x-amzn-trace-"];
 
+/// Shorter ones are in answers for other reasons, too.
+const SHORTEST_LITERAL: usize = 8;
+
 /// Why a request is not sent.
 #[derive(Debug)]
 pub(crate) enum Refused {
@@ -50,15 +53,15 @@ pub(crate) enum Refused {
     Secret(SecretError),
 }
 
-/// What an answer shows instead of a text.
-type Masks = Vec<(String, Secret)>;
+/// What else was sent of a value, and what an answer shows instead.
+type Forms = Vec<(String, Secret)>;
 
 /// What was put into a request.
 #[derive(Debug, Default)]
 pub(crate) struct Sent {
     /// Names of the secrets.
     pub(crate) secrets: Vec<String>,
-    /// Tokens and values to look for in the answer.
+    /// What to look for in the answer.
     pub(crate) masks: Masks,
     /// Tokens, names and values for the body.
     pub(crate) body: Vec<(String, String, Secret)>,
@@ -82,9 +85,11 @@ impl Substituter<'_> {
         }
         self.replace_tokens(head, &mut sent, &mut values).await?;
         // After the tokens: a value that looks like a token is not looked at again.
-        for (name, template) in decision.header_sets().flatten() {
-            let value = self.fill(template, &mut sent, &mut values).await?;
-            head.headers.insert(name.clone(), value);
+        for set in decision.header_sets() {
+            for (name, template) in set.headers {
+                let value = self.fill(template, set.mask_echo, &mut sent, &mut values).await?;
+                head.headers.insert(name.clone(), value);
+            }
         }
         sent.secrets.sort();
         sent.secrets.dedup();
@@ -99,6 +104,12 @@ impl Substituter<'_> {
 
     fn may_go(&self, one: &CompiledSubstitution) -> bool {
         self.scheme == Scheme::Https && one.hosts.matches(&self.request.host)
+    }
+
+    /// The token shown instead of a secret whose echoes are to be masked, whichever way the value was put in.
+    fn token_that_masks(&self, secret: &str) -> Option<&str> {
+        let mut all = self.policy.substitutions().filter(|one| one.mask_echo && one.secret == secret);
+        all.next().map(|one| one.placeholder.as_str())
     }
 
     fn stop_misplaced(&self, head: &request::Parts) -> Result<(), Refused> {
@@ -127,21 +138,21 @@ impl Substituter<'_> {
                 continue;
             }
             let value = self.value(&one.secret, values).await?;
-            let mut masks = vec![(one.placeholder.clone(), value.clone())];
+            let mut forms = vec![(one.placeholder.clone(), value.clone())];
             if in_head {
                 let credentials = replace_in_headers(one, &value, &mut head.headers);
-                masks.extend(credentials.map_err(|()| self.unusable(&one.secret))?);
+                forms.extend(credentials.map_err(|()| self.unusable(&one.secret))?);
                 if one.places.query {
                     let escaped = replace_in_query(one, &value, &mut head.uri);
-                    masks.extend(escaped.map_err(|()| self.unusable(&one.secret))?);
+                    forms.extend(escaped.map_err(|()| self.unusable(&one.secret))?);
                 }
                 sent.secrets.push(one.secret.clone());
             }
             if in_body {
                 sent.body.push((one.placeholder.clone(), one.secret.clone(), value.clone()));
             }
-            if one.mask_echo {
-                sent.masks.append(&mut masks);
+            if self.token_that_masks(&one.secret).is_some() {
+                forms.iter().for_each(|(shown, form)| sent.masks.add(shown, form));
             }
         }
         Ok(())
@@ -150,6 +161,7 @@ impl Substituter<'_> {
     async fn fill(
         &self,
         template: &Template,
+        mask_echo: bool,
         sent: &mut Sent,
         values: &mut BTreeMap<String, Secret>,
     ) -> Result<HeaderValue, Refused> {
@@ -159,11 +171,20 @@ impl Substituter<'_> {
             match piece {
                 Piece::Text(literal) => text.push_str(literal),
                 Piece::Secret(name) => {
-                    text.push_str(self.value(name, values).await?.expose());
+                    let value = self.value(name, values).await?;
+                    text.push_str(value.expose());
+                    match self.token_that_masks(name) {
+                        Some(token) => sent.masks.add(token, &value),
+                        None if mask_echo => sent.masks.add(&format!("${{secrets.{name}}}"), &value),
+                        None => {}
+                    }
                     sent.secrets.push(name.clone());
                     last = name;
                 }
             }
+        }
+        if mask_echo && !template.has_secret() {
+            literals(&text).for_each(|literal| sent.masks.add("***", &Secret::new(literal)));
         }
         let mut value = HeaderValue::from_str(&text).map_err(|_| self.unusable(last))?;
         value.set_sensitive(template.has_secret());
@@ -187,6 +208,12 @@ impl Substituter<'_> {
         let problem = "its value holds bytes that cannot be sent there".to_owned();
         Refused::Secret(SecretError::Unavailable { name: name.to_owned(), problem })
     }
+}
+
+/// What of a header value that holds no reference may be a secret by itself: all of it, and what is behind a scheme.
+fn literals(text: &str) -> impl Iterator<Item = &str> {
+    let behind = text.split_once(' ').map(|(_, rest)| rest.trim());
+    [Some(text), behind].into_iter().flatten().filter(|text| text.len() >= SHORTEST_LITERAL)
 }
 
 fn contains(haystack: &[u8], token: &str) -> bool {
@@ -233,8 +260,8 @@ fn replaceable(one: &CompiledSubstitution, head: &request::Parts) -> bool {
 }
 
 /// Returns what else to look for in the answer: credentials in base64, as the guest wrote them and as they were sent.
-fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut HeaderMap) -> Result<Masks, ()> {
-    let mut masks = Masks::new();
+fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut HeaderMap) -> Result<Forms, ()> {
+    let mut forms = Forms::new();
     let token = one.placeholder.as_str();
     for (name, value) in headers.iter_mut() {
         if !header_is_open(one, name) {
@@ -246,7 +273,7 @@ fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut
             let written = STANDARD.encode(&decoded);
             let text = Zeroizing::new(String::from_utf8(decoded).map_err(drop)?.replace(token, secret.expose()));
             let encoded = Zeroizing::new(STANDARD.encode(text.as_bytes()));
-            masks.push((written, Secret::new(encoded.as_str())));
+            forms.push((written, Secret::new(encoded.as_str())));
             format!("Basic {}", *encoded)
         } else {
             continue;
@@ -255,13 +282,13 @@ fn replace_in_headers(one: &CompiledSubstitution, secret: &Secret, headers: &mut
         *value = HeaderValue::from_str(&changed).map_err(drop)?;
         value.set_sensitive(true);
     }
-    Ok(masks)
+    Ok(forms)
 }
 
 /// Returns what else to look for in the answer: the value as it is escaped.
-fn replace_in_query(one: &CompiledSubstitution, secret: &Secret, uri: &mut Uri) -> Result<Masks, ()> {
+fn replace_in_query(one: &CompiledSubstitution, secret: &Secret, uri: &mut Uri) -> Result<Forms, ()> {
     let Some(query) = uri.query().filter(|query| contains(query.as_bytes(), &one.placeholder)) else {
-        return Ok(Masks::new());
+        return Ok(Forms::new());
     };
     let escaped =
         percent_encoding::utf8_percent_encode(secret.expose(), percent_encoding::NON_ALPHANUMERIC).to_string();

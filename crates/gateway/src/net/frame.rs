@@ -15,6 +15,8 @@ use super::{GATEWAY_MAC, GUEST_ADDRESS};
 /// Length of an Ethernet header.
 pub const ETHERNET: usize = 14;
 const IPV4: usize = 20;
+/// Length of the headers of a UDP datagram.
+pub const UDP_OVERHEAD: usize = IPV4 + 8;
 const TYPE_IPV4: [u8; 2] = [0x08, 0x00];
 const TYPE_ARP: [u8; 2] = [0x08, 0x06];
 

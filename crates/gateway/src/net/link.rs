@@ -66,8 +66,8 @@ pub(crate) trait Guard: Send + Sync + 'static {
     fn ended(&self, flow: &Flow);
     /// A question for the name server; the answer is sent with [`Link::send_udp`].
     fn dns(&self, link: &Arc<Link>, question: &Datagram<'_>);
-    /// A datagram that is refused.
-    fn udp_refused(&self, to: Ipv4Addr, port: u16);
+    /// Another datagram; false: it is refused.
+    fn udp(&self, link: &Arc<Link>, datagram: &Datagram<'_>) -> bool;
     /// Whether an address answers pings.
     fn echo(&self, to: Ipv4Addr) -> bool;
     /// The link ended.
@@ -169,6 +169,23 @@ impl Link {
         self.outbox.push_bytes(frame::udp(self.guest_mac(), from, from_port, to_port, data));
     }
 
+    /// A datagram that came from outside; lost when the link is full.
+    pub(crate) fn answer_udp(&self, from: Ipv4Addr, from_port: u16, to_port: u16, data: &[u8]) {
+        if self.outbox.has_room() {
+            self.send_udp(from, from_port, to_port, data);
+        }
+    }
+
+    /// Tells the guest that a datagram did not arrive.
+    pub(crate) fn refuse_udp(&self, to: Ipv4Addr, packet: &[u8]) {
+        self.outbox.push_bytes(frame::port_unreachable(self.guest_mac(), to, packet));
+    }
+
+    /// What was sent to the outside beside TCP.
+    pub(crate) fn count_sent(&self, bytes: u64) {
+        self.options.traffic.add_sent(bytes);
+    }
+
     /// Moves frames until the link ends.
     pub(crate) async fn run(
         self: Arc<Self>,
@@ -267,8 +284,10 @@ impl Link {
                 self.guard.dns(self, &datagram);
             }
             Frame::Udp(datagram) => {
-                self.guard.udp_refused(datagram.to, datagram.to_port);
-                self.outbox.push_bytes(frame::port_unreachable(self.guest_mac(), datagram.to, datagram.packet));
+                self.learn_mac(bytes);
+                if !self.guard.udp(self, &datagram) {
+                    self.refuse_udp(datagram.to, datagram.packet);
+                }
             }
             Frame::Echo { to, message } => {
                 if to == GATEWAY_ADDRESS || self.guard.echo(to) {

@@ -3,7 +3,7 @@
 //! ```text
 //! link ── frames ──> read::Reader ──> frame::parse ──┬─ ARP, echo ──────────> answered here
 //!   ^                                                ├─ UDP 53 ─────────────> Guard::dns
-//!   │                                                ├─ other UDP ──────────> ICMP port unreachable
+//!   │                                                ├─ other UDP ──────────> Guard::udp, or ICMP port unreachable
 //!   │                                                └─ TCP ─> flow by 4-tuple, or Guard::syn for a new one
 //!   └── write::Outbox <── frames of all flows              │ accepted
 //!                                                          └─> FlowStream ─> Guard::serve (a task per flow)

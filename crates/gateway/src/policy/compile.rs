@@ -6,6 +6,7 @@ use ipnet::IpNet;
 
 use super::{
     Action, Decision, DefaultAction, DnsPolicy, Floor, HttpAction, L7, OnDeny, Policy, Ports, Rule, addresses,
+    egress_proxy::CompiledEgressProxy,
     http::{CompiledHttpRule, CompiledSubstitution, compile_attribution},
     names::{NamePattern, NameSet, normalize_name},
 };
@@ -38,6 +39,7 @@ pub struct CompiledPolicy {
     pub(super) layers: Vec<Layer>,
     pub(super) dns: DnsPolicy,
     pub(super) deny_encrypted_client_hello: bool,
+    pub(super) egress_proxy: Option<CompiledEgressProxy>,
 }
 
 #[derive(Debug)]
@@ -107,10 +109,15 @@ impl CompiledPolicy {
         if layers.iter().any(|layer| layer.dns.on_deny == OnDeny::Nxdomain) {
             dns.on_deny = OnDeny::Nxdomain;
         }
+        if layers.iter().rev().skip(1).any(|layer| layer.egress_proxy.is_some()) {
+            let problem = "is for a sandbox's own policy; the deployment's proxy is upstream_proxy";
+            return Err(PolicyError::new("egress_proxy", problem));
+        }
         dns.resolve_on_connect = layers.iter().any(|layer| layer.dns.resolve_on_connect);
         Ok(Self {
             revision: own.revision,
             floor: compile_floor(floor)?,
+            egress_proxy: own.egress_proxy.as_ref().map(CompiledEgressProxy::compile).transpose()?,
             dns,
             deny_encrypted_client_hello: layers.iter().any(|layer| layer.deny_encrypted_client_hello),
             layers: {
@@ -267,6 +274,10 @@ fn ends_below(pattern: &str, suffix: &str) -> bool {
 fn compile_rule(at: usize, rule: &Rule) -> Result<CompiledRule, PolicyError> {
     let field = |name: &str| format!("rules[{at}].{name}");
     let web = || PortSet(vec![(80, 80), (443, 443)]);
+    let is_udp = rule.l7 == Some(L7::Udp);
+    if is_udp && rule.action == Action::Allow && rule.ports.is_empty() && !rule.names.is_empty() {
+        return Err(PolicyError::new(field("ports"), "is empty; UDP has no ports of its own, so name them"));
+    }
     let ports = match ports(&field("ports"), &rule.ports)? {
         PortSet(list) if !list.is_empty() => PortSet(list),
         _ if !rule.names.is_empty() && rule.action == Action::Allow => web(),

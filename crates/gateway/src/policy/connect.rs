@@ -1,4 +1,5 @@
-//! The question of every connection: may this destination be reached on this port, and what may be spoken?
+//! The question of every connection and of every flow of datagrams: may this destination be reached on this port, and
+//! what may be spoken?
 
 use std::{borrow::Cow, fmt, net::IpAddr};
 
@@ -37,6 +38,8 @@ pub enum Reason {
     Operator,
     /// The layers allow nothing in common.
     NothingInCommon,
+    /// Requests to the host are looked at, which datagrams would evade.
+    RequestsAreRead,
 }
 
 impl Reason {
@@ -50,6 +53,7 @@ impl Reason {
             Self::HostAddress => "host_address",
             Self::Operator => "operator",
             Self::NothingInCommon => "layers_disagree",
+            Self::RequestsAreRead => "requests_are_read",
         }
     }
 }
@@ -64,6 +68,7 @@ impl fmt::Display for Reason {
             Self::HostAddress => "the host's own addresses are closed",
             Self::Operator => "the operator closed it",
             Self::NothingInCommon => "the layers of the policy allow no protocol in common",
+            Self::RequestsAreRead => "requests to this host are looked at, so that HTTP/3 is not let past",
         })
     }
 }
@@ -87,10 +92,38 @@ impl Decision {
     }
 }
 
+/// How a guest speaks.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Transport {
+    Tcp,
+    Udp,
+}
+
+/// What one layer is asked.
+#[derive(Clone, Copy)]
+struct Asked<'a> {
+    transport: Transport,
+    name: Option<&'a str>,
+    address: Option<IpAddr>,
+    port: u16,
+    /// The address is none of the public ones: the operator opened it.
+    is_opened: bool,
+}
+
 impl CompiledPolicy {
     /// Judges a destination. `host` are the host's own addresses.
     pub fn connect(&self, destination: Destination<'_>, port: u16, host: &[IpAddr]) -> Decision {
-        self.connect_under(&self.layers, None, destination, port, host)
+        self.judge_under(&self.layers, None, Transport::Tcp, destination, port, host)
+    }
+
+    /// Judges a destination of UDP datagrams.
+    pub fn datagrams(&self, destination: Destination<'_>, port: u16, host: &[IpAddr]) -> Decision {
+        if let Destination::Name(name) | Destination::Resolved(name, _) = destination
+            && self.intercepts(name, port)
+        {
+            return Decision::deny(Reason::RequestsAreRead);
+        }
+        self.judge_under(&self.layers, None, Transport::Udp, destination, port, host)
     }
 
     /// Judges where a rule forwards requests to: one of the sandbox's own as a connection to the open internet under
@@ -117,13 +150,14 @@ impl CompiledPolicy {
         if is_private && above.is_empty() {
             return Decision::deny(Reason::PrivateAddress);
         }
-        self.connect_under(above, Some(open), destination, port, host)
+        self.judge_under(above, Some(open), Transport::Tcp, destination, port, host)
     }
 
-    fn connect_under(
+    fn judge_under(
         &self,
         layers: &[Layer],
         mut combined: Option<Decision>,
+        transport: Transport,
         destination: Destination<'_>,
         port: u16,
         host: &[IpAddr],
@@ -136,9 +170,10 @@ impl CompiledPolicy {
         if let Some(reason) = self.closed_by_floor(name, address, port, host) {
             return Decision::deny(reason);
         }
-        let opened = address.is_some_and(|address| classify(address) != AddressClass::Public);
+        let is_opened = address.is_some_and(|address| classify(address) != AddressClass::Public);
+        let asked = Asked { transport, name, address, port, is_opened };
         for layer in layers {
-            let decision = self.judge(layer, name, address, port, opened);
+            let decision = self.judge(layer, &asked);
             if !decision.allowed {
                 return decision;
             }
@@ -163,7 +198,7 @@ impl CompiledPolicy {
                 let named = rule.any_destination() || rule.names.matches(name);
                 match rule.action {
                     Action::Allow if named || self.dns.resolve_unlisted && !rule.networks.is_empty() => return true,
-                    Action::Deny if named && rule.ports.is_all() => return false,
+                    Action::Deny if named && rule.ports.is_all() && rule.l7 != Some(L7::Udp) => return false,
                     Action::Allow | Action::Deny => {}
                 }
             }
@@ -193,28 +228,45 @@ impl CompiledPolicy {
         }
     }
 
-    fn judge(&self, layer: &Layer, name: Option<&str>, address: Option<IpAddr>, port: u16, opened: bool) -> Decision {
-        let matching = layer.rules.iter().find(|rule| self.rule_matches(rule, name, address, port));
+    fn judge(&self, layer: &Layer, asked: &Asked<'_>) -> Decision {
+        let web = asked.port == 80 || asked.port == 443;
+        let matching = layer.rules.iter().find(|rule| self.rule_matches(rule, asked));
         if let Some(rule) = matching {
             return Decision {
                 allowed: rule.action == Action::Allow,
-                l7: rule.l7.unwrap_or(if port == 80 || port == 443 { L7::Web } else { L7::Raw }),
+                l7: rule.l7.unwrap_or(if web { L7::Web } else { L7::Raw }),
                 rule: Some(rule.id.clone()),
                 reason: Reason::Rule,
             };
         }
-        // What the operator opened is for those who name it, not for everybody with an open default.
-        let (allowed, l7) = match layer.default {
-            _ if opened => (false, L7::Web),
-            DefaultAction::Deny => (false, L7::Web),
-            DefaultAction::AllowWeb => (port == 80 || port == 443, if port == 80 { L7::Http } else { L7::Tls }),
-            DefaultAction::AllowPublic => (true, if port == 80 || port == 443 { L7::Web } else { L7::Raw }),
+        let (allowed, l7) = match (asked.transport, layer.default) {
+            // What the operator opened is for those who name it, not for everybody with an open default.
+            _ if asked.is_opened => (false, L7::Web),
+            (Transport::Udp, default) => {
+                (default == DefaultAction::AllowPublicUdp && !self.reads_some_requests(), L7::Udp)
+            }
+            (Transport::Tcp, DefaultAction::Deny) => (false, L7::Web),
+            (Transport::Tcp, DefaultAction::AllowWeb) => (web, if asked.port == 80 { L7::Http } else { L7::Tls }),
+            (Transport::Tcp, DefaultAction::AllowPublic | DefaultAction::AllowPublicUdp) => {
+                (true, if web { L7::Web } else { L7::Raw })
+            }
         };
         Decision { allowed, l7, rule: None, reason: Reason::Default }
     }
 
-    fn rule_matches(&self, rule: &CompiledRule, name: Option<&str>, address: Option<IpAddr>, port: u16) -> bool {
-        if !rule.ports.contains(port) {
+    /// Whether some host's requests are looked at for what they are. Its addresses are not known here, so that an open
+    /// default cannot tell its HTTP/3 from other datagrams.
+    fn reads_some_requests(&self) -> bool {
+        self.layers.iter().any(|layer| !layer.http.is_empty() || !layer.always.is_empty())
+    }
+
+    fn rule_matches(&self, rule: &CompiledRule, asked: &Asked<'_>) -> bool {
+        let Asked { transport, name, address, port, .. } = *asked;
+        let is_about_it = match transport {
+            Transport::Tcp => rule.l7 != Some(L7::Udp),
+            Transport::Udp => rule.l7 == Some(L7::Udp) || rule.l7.is_none() && rule.action == Action::Deny,
+        };
+        if !is_about_it || !rule.ports.contains(port) {
             return false;
         }
         if rule.any_destination() || name.is_some_and(|name| rule.names.matches(name)) {

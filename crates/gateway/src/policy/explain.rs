@@ -12,7 +12,7 @@ use super::{CompiledPolicy, Destination, HttpQuestion, L7, Reason, Scheme, norma
 pub struct Explanation {
     /// Whether the request would be sent.
     pub allowed: bool,
-    /// `pass`, `intercept`, `mediate` (clear-text HTTP), `raw` or `refuse`.
+    /// `pass`, `intercept`, `mediate` (clear-text HTTP), `raw`, `udp` or `refuse`.
     pub mode: &'static str,
     /// The deciding rule, if one decided.
     pub rule: Option<String>,
@@ -28,7 +28,7 @@ pub struct Explanation {
 
 impl CompiledPolicy {
     /// Explains `method url`. `addresses` are what the host resolves to, if the caller knows; without them a name is
-    /// judged by name alone. `tcp://host:port` stands for plain TCP.
+    /// judged by name alone. `tcp://host:port` stands for plain TCP, `udp://host:port` for datagrams.
     pub fn explain(&self, method: &Method, url: &Uri, addresses: &[IpAddr], host: &[IpAddr]) -> Explanation {
         let refuse = |reason: String, rule: Option<String>| Explanation {
             allowed: false,
@@ -42,24 +42,28 @@ impl CompiledPolicy {
         let scheme = match url.scheme_str() {
             Some("http") => Some(Scheme::Http),
             Some("https") => Some(Scheme::Https),
-            Some("tcp") => None,
-            _ => return refuse("use http://, https:// or tcp://".to_owned(), None),
+            Some("tcp" | "udp") => None,
+            _ => return refuse("use http://, https://, tcp:// or udp://".to_owned(), None),
         };
+        let is_udp = url.scheme_str() == Some("udp");
         let port = url.port_u16().or(match scheme {
             Some(Scheme::Http) => Some(80),
             Some(Scheme::Https) => Some(443),
             None => None,
         });
-        let Some(port) = port else { return refuse("tcp:// needs a port".to_owned(), None) };
+        let Some(port) = port else { return refuse("tcp:// and udp:// need a port".to_owned(), None) };
         let text = url.host().unwrap_or("").trim_start_matches('[').trim_end_matches(']');
         let literal = text.parse::<IpAddr>().ok();
         let name = normalize_name(text);
+        let judge = |destination: Destination<'_>| match is_udp {
+            true => self.datagrams(destination, port, host),
+            false => self.connect(destination, port, host),
+        };
         let decision = match (literal, &name) {
-            (Some(address), _) => self.connect(Destination::Address(address), port, host),
+            (Some(address), _) => judge(Destination::Address(address)),
             (None, Some(name)) => {
-                let resolved =
-                    addresses.iter().map(|address| self.connect(Destination::Resolved(name, *address), port, host));
-                let by_name = self.connect(Destination::Name(name), port, host);
+                let resolved = addresses.iter().map(|address| judge(Destination::Resolved(name, *address)));
+                let by_name = judge(Destination::Name(name));
                 let mut all: Vec<_> = resolved.collect();
                 all.sort_by_key(|decision| !decision.allowed);
                 if by_name.allowed { all.into_iter().next().unwrap_or(by_name) } else { by_name }
@@ -72,13 +76,14 @@ impl CompiledPolicy {
         let spoken = match scheme {
             Some(Scheme::Http) => matches!(decision.l7, L7::Http | L7::Web | L7::Raw),
             Some(Scheme::Https) => matches!(decision.l7, L7::Tls | L7::Web | L7::Raw),
-            None => decision.l7 == L7::Raw,
+            None => is_udp || decision.l7 == L7::Raw,
         };
         if !spoken {
             return refuse(format!("only {:?} may be spoken there", decision.l7).to_lowercase(), decision.rule);
         }
         let name = name.unwrap_or_default();
         let mode = match scheme {
+            _ if is_udp => "udp",
             _ if literal.is_some() && decision.l7 == L7::Raw => "raw",
             None => "raw",
             Some(_) if decision.l7 == L7::Raw && !self.reads(&name, port, &decision) => "raw",

@@ -65,7 +65,15 @@ pub struct HttpDecision<'a> {
     /// What it says; an allow when none matched.
     pub(crate) action: &'a CompiledAction,
     /// Headers that are set, those of outer layers last.
-    sets: Vec<&'a [(HeaderName, Template)]>,
+    sets: Vec<HeaderSet<'a>>,
+}
+
+/// What one rule puts into a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeaderSet<'a> {
+    pub(crate) headers: &'a [(HeaderName, Template)],
+    /// Whether echoes of its secrets are taken out of the answer.
+    pub(crate) mask_echo: bool,
 }
 
 impl HttpDecision<'_> {
@@ -76,11 +84,11 @@ impl HttpDecision<'_> {
 
     /// The secrets whose values the rules put into headers.
     pub fn secret_names(&self) -> impl Iterator<Item = &str> {
-        self.header_sets().flatten().flat_map(|(_, template)| template.secret_names())
+        self.sets.iter().flat_map(|set| set.headers).flat_map(|(_, template)| template.secret_names())
     }
 
     /// What is set, the later over the earlier.
-    pub(crate) fn header_sets(&self) -> impl Iterator<Item = &[(HeaderName, Template)]> {
+    pub(crate) fn header_sets(&self) -> impl Iterator<Item = HeaderSet<'_>> {
         self.sets.iter().copied()
     }
 
@@ -137,6 +145,7 @@ pub(super) struct CompiledHttpRule {
     query: Vec<(String, Text)>,
     headers: Vec<(HeaderName, Text)>,
     action: CompiledAction,
+    mask_echo: bool,
 }
 
 #[derive(Debug)]
@@ -225,12 +234,12 @@ impl CompiledHttpRule {
         }
         let action = compile_action(&field("action"), &rule.action, is_operators)?;
         let adds = matches!(action, CompiledAction::SetHeaders(_));
-        let has_secret = match &action {
-            CompiledAction::SetHeaders(headers) => headers.iter().any(|(_, value)| value.has_secret()),
-            // Its headers go to the proxy, and that over TLS.
-            _ => false,
-        };
-        if has_secret && rule.scheme == Some(Scheme::Http) {
+        let has_secret = action.headers().is_some_and(|headers| headers.iter().any(|(_, value)| value.has_secret()));
+        if rule.mask_echo && action.headers().is_none_or(<[_]>::is_empty) {
+            return Err(PolicyError::new(field("mask_echo"), "has nothing to mask: the action sets no headers"));
+        }
+        // Those of a forward go to the proxy, and that over TLS.
+        if adds && has_secret && rule.scheme == Some(Scheme::Http) {
             return Err(PolicyError::new(field("scheme"), "a secret is never sent in clear text; use https"));
         }
         let methods = rule.methods.iter().enumerate().map(|(index, method)| {
@@ -259,6 +268,7 @@ impl CompiledHttpRule {
             query: named("query", &rule.query)?,
             headers: headers.collect::<Result<_, PolicyError>>()?,
             action,
+            mask_echo: rule.mask_echo,
         })
     }
 
@@ -470,7 +480,8 @@ impl CompiledPolicy {
                 }
                 (_, _) => {}
             }
-            decision.sets.extend(rule.action.headers());
+            let set = |headers| HeaderSet { headers, mask_echo: rule.mask_echo };
+            decision.sets.extend(rule.action.headers().map(set));
         }
         decision
     }

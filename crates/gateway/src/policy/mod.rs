@@ -17,6 +17,7 @@
 mod addresses;
 mod compile;
 mod connect;
+mod egress_proxy;
 mod explain;
 mod http;
 mod names;
@@ -36,7 +37,10 @@ pub use self::{
     simple::SimplePolicy,
 };
 
-pub(crate) use self::http::{CompiledAction, CompiledForward, CompiledSubstitution};
+pub(crate) use self::{
+    egress_proxy::CompiledEgressProxy,
+    http::{CompiledAction, CompiledForward, CompiledSubstitution},
+};
 
 /// The policy of one layer, as it is written and stored.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
@@ -60,6 +64,25 @@ pub struct Policy {
     pub dns: DnsPolicy,
     /// Refuse TLS hellos that carry an encrypted inner name (also the harmless decoys browsers send).
     pub deny_encrypted_client_hello: bool,
+    /// A proxy that all allowed TCP goes through. A sandbox's own policy alone can have one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub egress_proxy: Option<EgressProxy>,
+}
+
+/// A proxy of a sandbox's owner between the gateway and the world. It is asked for addresses that were resolved and judged
+/// before, and reached like the open internet. When it fails nothing is dialled past it; UDP is refused.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct EgressProxy {
+    /// `socks5://proxy.example:1080`, or `http://` or `https://` for CONNECT.
+    pub url: String,
+    /// Needs a password.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub username: Option<String>,
+    /// `${secrets.NAME}`, a secret that may go to the proxy's host, or the password itself, which is kept sealed and not
+    /// shown again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub password: Option<String>,
 }
 
 /// The outcome when no rule matches.
@@ -73,6 +96,9 @@ pub enum DefaultAction {
     AllowWeb,
     /// All TCP to public addresses.
     AllowPublic,
+    /// All TCP and UDP to public addresses. With conditions on requests in the policy, or hosts that are always opened,
+    /// no UDP: HTTP/3 would carry requests past them. Rules may open it then.
+    AllowPublicUdp,
 }
 
 /// Allow or deny.
@@ -134,6 +160,8 @@ pub enum L7 {
     Web,
     /// Any bytes.
     Raw,
+    /// UDP, and nothing else. Rules without it open TCP alone; what they deny is denied to both.
+    Udp,
 }
 
 /// How names are answered.
@@ -201,6 +229,9 @@ pub struct HttpRule {
     /// All have to match.
     #[serde(default)]
     pub headers: Vec<NamedMatcher>,
+    /// Take the values that the action puts in out of what is answered (headers, trailers and uncompressed bodies).
+    #[serde(default)]
+    pub mask_echo: bool,
     /// What a match means.
     pub action: HttpAction,
 }
@@ -305,7 +336,8 @@ pub struct Substitution {
     /// What happens to a request that carries the token to another host.
     #[serde(default)]
     pub other_host: OtherHost,
-    /// Replace the value by the token in what the host answers (headers and uncompressed bodies).
+    /// Replace the value by the token in what the host answers (headers, trailers and uncompressed bodies), whichever way
+    /// the value was put in.
     #[serde(default)]
     pub mask_echo: bool,
 }

@@ -15,8 +15,9 @@ use tokio_rustls::TlsConnector;
 
 use super::BoxBody;
 use crate::{
+    dial::DialError,
     policy::{CompiledForward, Scheme},
-    sandbox::{DialError, Sandbox, Target},
+    sandbox::{Sandbox, Target},
     upstream::BoxIo,
 };
 

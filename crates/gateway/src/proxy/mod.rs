@@ -37,9 +37,10 @@ use self::{
 };
 use crate::{
     audit::{AuditKind, Facts, Verdict},
+    dial::DialError,
     net::{FlowStream, Mode, splice},
     policy::{CompiledPolicy, Decision, Destination, L7, Scheme},
-    sandbox::{DialError, Sandbox, Target, facts_of},
+    sandbox::{Sandbox, Target, facts_of},
 };
 
 /// Why a body ends early.

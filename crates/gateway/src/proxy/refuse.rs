@@ -6,7 +6,7 @@ use http_body_util::{BodyExt, Full};
 use serde_json::json;
 
 use super::BoxBody;
-use crate::{broker::Refused, sandbox::DialError};
+use crate::{broker::Refused, dial::DialError};
 
 /// What the guest is told instead of an answer from the host.
 #[derive(Clone, Debug)]

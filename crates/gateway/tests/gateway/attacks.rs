@@ -16,6 +16,8 @@
 //! | another name server, over UDP, TCP or TLS | we answer, or reset | `names::names_get_addresses_of_our_own_whoever_is_asked`, `names::tcp_serves_the_same_names`, `flows::what_no_rule_allows_is_reset_at_once` |
 //! | several questions in one, odd packets | an error and no answer | `names::odd_questions_get_errors_and_answers_get_none`, `../hostile::questions` |
 //! | QUIC and other UDP | refused at once; `alt-svc` taken out | `flows::udp_is_refused_at_once_so_that_clients_fall_back_to_tcp`, `requests::answers_come_as_they_are_without_the_way_to_udp` |
+//! | UDP that a policy allows: to closed addresses, past the proxy, past conditions on requests | judged by name and by address as TCP; refused | `datagrams::no_policy_lets_datagrams_to_a_closed_address`, `datagrams::a_port_nobody_listens_on_is_refused_and_the_operators_proxy_is_not_passed_by`, `../policy::udp_is_open_where_it_is_named_and_closed_where_requests_are_read` |
+//! | UDP: forged answers, floods, lengths that lie | one socket per flow, connected; bounded; dropped | `datagrams::nobody_but_the_one_that_was_asked_answers`, `datagrams::floods_and_hostile_datagrams_are_bounded_and_the_rest_goes_on` |
 //! | IPv6 | frames dropped and counted, no addresses given | `flows::hostile_frames_are_dropped_and_counted_and_the_link_goes_on`, `names::an_allowed_name_has_no_other_records_and_must_exist` |
 //! | other protocols on the web's ports, clients that wait | reset | `tls::other_protocols_and_silence_on_web_ports_are_reset` |
 //! | CONNECT, targets at another host | 405, 421 | `requests::proxies_are_not_offered` |

@@ -2,6 +2,7 @@
 #![allow(missing_docs, unreachable_pub, clippy::unwrap_used, reason = "tests")]
 
 mod attacks;
+mod datagrams;
 mod fetch;
 mod flows;
 mod guest;

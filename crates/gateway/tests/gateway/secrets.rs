@@ -163,6 +163,43 @@ async fn an_echo_is_masked_where_asked() {
 }
 
 #[tokio::test]
+async fn an_echo_of_what_a_rule_put_in_is_masked_where_asked() {
+    let world = World::new();
+    world.secret("API_KEY", VALUE);
+    world.https("api.example", "93.184.216.34", &["h2", "http/1.1"]).await;
+    let injecting = |more: Value| {
+        let mut rule = json!({"id": "inject", "hosts": ["api.example"],
+                              "action": {"set_headers": {"authorization": "Bearer ${secrets.API_KEY}"}}});
+        rule.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"rules": [{"action": "allow", "names": ["*.example"]}], "http": [rule]})
+    };
+    let token = broker::placeholder();
+    // What is written into the rule itself; by a reference in it; by the secret's token, wherever the value came from; not at all.
+    let by_rule = injecting(json!({"mask_echo": true}));
+    let mut by_token = injecting(json!({}));
+    by_token["substitutions"] = policy(&token, json!({"mask_echo": true}))["substitutions"].clone();
+    let mut literal = injecting(json!({"mask_echo": true}));
+    literal["http"][0]["action"]["set_headers"] = json!({"authorization": format!("Bearer {VALUE}"), "x-short": "a"});
+    let ways = [
+        (literal, "***".to_owned()),
+        (by_rule, "Bearer ${secrets.API_KEY}".to_owned()),
+        (by_token, format!("Bearer {token}")),
+        (injecting(json!({})), format!("Bearer {VALUE}")),
+    ];
+    for (policy, shown) in ways {
+        let (guest, _attachment) = world.attach(policy);
+        let reply = world.get_inside(&guest, Request::get("/").header(header::HOST, "api.example")).await;
+        assert_eq!(reply.headers["x-echo"], shown.as_str());
+        assert_eq!(reply.json()["headers"]["authorization"], json!([shown]));
+        let tls = world.connect_tls(&guest, "api.example", true, &["h2"]).await.unwrap();
+        let request = Request::get("https://api.example/").body(full("")).unwrap();
+        let reply = Reply::read(http2(tls).await.send_request(request).await.unwrap()).await;
+        assert_eq!(reply.json()["headers"]["authorization"], json!([shown]));
+    }
+    no_value_in_records(&world);
+}
+
+#[tokio::test]
 async fn rules_inject_headers_on_their_path_only() {
     let world = World::new();
     world.secret("API_KEY", VALUE);

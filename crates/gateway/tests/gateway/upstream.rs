@@ -47,6 +47,15 @@ impl Proxy {
 }
 
 async fn serve(mut stream: TcpStream, net: Arc<Net>, notes: Arc<Mutex<Vec<String>>>) {
+    let mut first = [0];
+    if stream.peek(&mut first).await.is_err() {
+        return;
+    }
+    if first == [5] {
+        // Clients that are refused or that we refuse go away.
+        let _ = serve_socks5(stream, net, notes).await;
+        return;
+    }
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         head.push(stream.read_u8().await.unwrap());
@@ -62,6 +71,42 @@ async fn serve(mut stream: TcpStream, net: Arc<Net>, notes: Arc<Mutex<Vec<String
     let mut server = TcpStream::connect(net.dial_target(&target)).await.unwrap();
     stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
     let _ = tokio::io::copy_bidirectional(&mut stream, &mut server).await;
+}
+
+/// RFC 1928 and 1929, byte by byte.
+async fn serve_socks5(mut stream: TcpStream, net: Arc<Net>, notes: Arc<Mutex<Vec<String>>>) -> std::io::Result<()> {
+    let count = {
+        stream.read_u8().await?;
+        stream.read_u8().await?
+    };
+    let mut methods = vec![0; count.into()];
+    stream.read_exact(&mut methods).await?;
+    if !methods.contains(&2) {
+        return stream.write_all(&[5, 0xff]).await;
+    }
+    stream.write_all(&[5, 2]).await?;
+    stream.read_u8().await?;
+    let mut said = Vec::new();
+    for _ in 0..2 {
+        let mut text = vec![0; stream.read_u8().await?.into()];
+        stream.read_exact(&mut text).await?;
+        said.push(String::from_utf8(text).unwrap());
+    }
+    let known = said == ["me", PASSWORD];
+    stream.write_all(&[1, (!known).into()]).await?;
+    if !known {
+        notes.lock().unwrap().push("a stranger".to_owned());
+        return Ok(());
+    }
+    let mut head = [0; 4];
+    stream.read_exact(&mut head).await?;
+    assert_eq!(head, [5, 1, 0, 1], "it is asked for IPv4 addresses, never for names");
+    let address = std::net::Ipv4Addr::from_bits(stream.read_u32().await?);
+    let target = format!("{address}:{}", stream.read_u16().await?);
+    notes.lock().unwrap().push(target.clone());
+    let mut server = TcpStream::connect(net.dial_target(&target)).await?;
+    stream.write_all(&[5, 0, 0, 1, 0, 0, 0, 0, 0, 0]).await?;
+    tokio::io::copy_bidirectional(&mut stream, &mut server).await.map(drop)
 }
 
 /// A world behind a proxy; `password` is what we say to it.
@@ -151,7 +196,8 @@ async fn chosen_requests_go_to_the_rules_proxy_and_say_where_they_were_meant_to_
     world.secret("PROXY_KEY", "key-of-the-proxy");
     let host = world.https("api.example", "93.184.216.34", &["http/1.1"]).await;
     let proxy = world.https("proxy.example", "93.184.216.40", &["h2", "http/1.1"]).await;
-    let policy = forwarding("https://proxy.example/in/", json!({"x-key": "${secrets.PROXY_KEY}"}));
+    let mut policy = forwarding("https://proxy.example/in/", json!({"x-key": "${secrets.PROXY_KEY}"}));
+    policy["http"][0]["mask_echo"] = json!(true);
     let (guest, _attachment) = world.attach(policy);
     let ask = async |method: &str, path: &str| {
         let request = Request::builder().method(method).uri(path).header(header::HOST, "api.example");
@@ -159,7 +205,8 @@ async fn chosen_requests_go_to_the_rules_proxy_and_say_where_they_were_meant_to_
             .get_inside(&guest, request.header("x-stockade-forwarded-host", "forged").header("authorization", "mine"))
             .await
     };
-    assert_eq!(ask("POST", "/v1/models?x=1").await.status, 200);
+    let reply = ask("POST", "/v1/models?x=1").await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["headers"]["x-key"]), (200, &json!(["${secrets.PROXY_KEY}"])));
     let seen = proxy.last();
     assert_eq!((&seen["path"], &seen["method"]), (&json!("/in/v1/models?x=1"), &json!("POST")));
     let header = |name: &str| seen["headers"][name].clone();
@@ -235,4 +282,130 @@ fn a_proxy_that_cannot_be_honoured_is_refused_with_its_field() {
         let refused = world.gateway.check_policy(&[policy]).expect_err(url);
         assert_eq!(refused.field, "http[0].action.forward.url", "{url}");
     }
+}
+
+#[tokio::test]
+async fn a_socks_proxy_of_the_operators_is_asked_for_addresses_too() {
+    let socks = json!({"url": "socks5://proxy.corp.example:3128"});
+    let (world, proxy, _) = behind_proxy(PASSWORD, socks.clone()).await;
+    let server = world.https("good.example", "93.184.216.34", &["h2", "http/1.1"]).await;
+    world.http("plain.example", "93.184.216.35").await;
+    world.http("inside.example", "10.0.0.7").await;
+    let (guest, _attachment) = world.attach(json!({"intercept": {"always": ["good.example"]}}));
+    let reply = world.get_inside(&guest, Request::get("/a").header(header::HOST, "good.example")).await;
+    assert_eq!((reply.status, server.count()), (http::StatusCode::OK, 1));
+    let mut http = Http1::over(guest.connect_name("plain.example", 80).await.unwrap()).await;
+    assert_eq!(http.send(get("plain.example", "/b")).await.status, 200);
+    let mut http = Http1::over(guest.connect_name("inside.example", 80).await.unwrap()).await;
+    assert_eq!(http.send(get("inside.example", "/")).await.status, 403);
+    assert_eq!(proxy.asked(), ["93.184.216.34:443", "93.184.216.35:80"]);
+
+    let (world, proxy, _) = behind_proxy("wrong", socks).await;
+    world.http("plain.example", "93.184.216.35").await;
+    let (guest, _attachment) = world.attach(json!({}));
+    let mut http = Http1::over(guest.connect_name("plain.example", 80).await.unwrap()).await;
+    let reply = http.send(get("plain.example", "/")).await;
+    let text = String::from_utf8_lossy(&reply.body).into_owned();
+    assert_eq!((reply.status.as_u16(), proxy.asked()), (502, vec!["a stranger".to_owned()]), "{text}");
+    assert!(!text.contains("wrong"), "{text}");
+}
+
+/// A policy whose connections go through a proxy of its owner's.
+fn through(url: &str, password: &str) -> Value {
+    json!({"default": "allow_public", "egress_proxy": {"url": url, "username": "me", "password": password},
+           "intercept": {"always": ["good.example"]}})
+}
+
+#[tokio::test]
+async fn a_sandboxs_own_proxy_carries_what_was_allowed_and_is_not_passed_by() {
+    let world = World::new();
+    let (proxy, address) = Proxy::start(Arc::clone(&world.net)).await;
+    world.name("proxy.example", &["93.184.216.50"]);
+    world.serve("93.184.216.50:1080", address);
+    world.secret("PROXY", PASSWORD);
+    let server = world.https("good.example", "93.184.216.34", &["h2", "http/1.1"]).await;
+    world.http("plain.example", "93.184.216.35").await;
+    world.http("inside.example", "10.0.0.7").await;
+    for (url, password) in [
+        ("socks5://proxy.example", "${secrets.PROXY}"),
+        ("socks5://93.184.216.50:1080", PASSWORD),
+        ("http://proxy.example:1080", PASSWORD),
+    ] {
+        let before = (proxy.asked().len(), server.count());
+        let (guest, _attachment) = world.attach(through(url, password));
+        let reply = world.get_inside(&guest, Request::get("/a").header(header::HOST, "good.example")).await;
+        assert_eq!((reply.status, server.count()), (http::StatusCode::OK, before.1 + 1), "{url}");
+        let mut http = Http1::over(guest.connect_name("plain.example", 80).await.unwrap()).await;
+        assert_eq!(http.send(get("plain.example", "/b")).await.status, 200);
+        // What is closed is not asked for.
+        let mut http = Http1::over(guest.connect_name("inside.example", 80).await.unwrap()).await;
+        assert_eq!(http.send(get("inside.example", "/")).await.status, 403);
+        assert_eq!(proxy.asked()[before.0..], ["93.184.216.34:443", "93.184.216.35:80"], "{url}");
+    }
+    let ways: Vec<String> = world.net.dialled.lock().unwrap().iter().map(ToString::to_string).collect();
+    assert!(ways.iter().all(|way| way == "93.184.216.50:1080"), "{ways:?}");
+
+    // A wrong password, none to be had, a proxy inside, one that is not there: nothing is sent.
+    world.name("proxy.inside.example", &["10.0.0.8"]);
+    world.serve("10.0.0.8:1080", address);
+    for (url, password) in [
+        ("socks5://proxy.example", "not-the-password"),
+        ("socks5://proxy.example", "${secrets.MISSING}"),
+        ("socks5://proxy.inside.example", PASSWORD),
+        ("socks5://10.0.0.8", PASSWORD),
+        ("socks5://nowhere.example", PASSWORD),
+    ] {
+        let (guest, _attachment) = world.attach(through(url, password));
+        let mut http = Http1::over(guest.connect_name("plain.example", 80).await.unwrap()).await;
+        let reply = http.send(get("plain.example", "/c")).await;
+        let text = String::from_utf8_lossy(&reply.body).into_owned();
+        assert_eq!((reply.status.as_u16(), reply.code().as_str()), (502, "connect_failed"), "{url}: {text}");
+        assert!(!text.contains(PASSWORD) && !text.contains("not-the-password"), "{text}");
+    }
+    let ways: Vec<String> = world.net.dialled.lock().unwrap().iter().map(ToString::to_string).collect();
+    assert!(ways.iter().all(|way| way == "93.184.216.50:1080"), "{ways:?}");
+    assert!(!serde_json::to_string(&world.records()).unwrap().contains(PASSWORD));
+}
+
+#[tokio::test]
+async fn another_proxy_ends_what_goes_through_the_one_before() {
+    let world = World::new();
+    let (_proxy, address) = Proxy::start(Arc::clone(&world.net)).await;
+    world.serve("93.184.216.50:1080", address);
+    world.http("plain.example", "93.184.216.35").await;
+    let (guest, attachment) = world.attach(through("socks5://93.184.216.50", PASSWORD));
+    let mut http = Http1::over(guest.connect_name("plain.example", 80).await.unwrap()).await;
+    assert_eq!(http.send(get("plain.example", "/")).await.status, 200);
+    let same = serde_json::from_value(through("socks5://93.184.216.50", PASSWORD)).unwrap();
+    assert_eq!(attachment.set_policy(&[same]).unwrap(), 0);
+    assert_eq!(attachment.set_policy(&[serde_json::from_value(json!({})).unwrap()]).unwrap(), 1);
+}
+
+#[test]
+fn a_proxy_that_cannot_be_honoured_is_refused_by_its_field() {
+    let world_of =
+        |proxy: Value| serde_json::from_value::<stockade_gateway::policy::Policy>(json!({"egress_proxy": proxy}));
+    let compile = |proxy: Value| {
+        let policy = world_of(proxy).map_err(|error| error.to_string())?;
+        let floor = stockade_gateway::policy::Floor::default();
+        let compiled = stockade_gateway::policy::CompiledPolicy::compile(&floor, &policy);
+        compiled.map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!(compile(json!({"url": "socks5://a.example", "username": "u", "password": "p"})), Ok(()));
+    for (proxy, field) in [
+        (json!({"url": "socks4://a.example"}), "egress_proxy.url"),
+        (json!({"url": "socks5://u:p@a.example"}), "egress_proxy.url"),
+        (json!({"url": "socks5://a.example", "username": "u"}), "egress_proxy.password"),
+        (json!({"url": "socks5://a.example", "password": "p"}), "egress_proxy.username"),
+        (json!({"url": "socks5://a.example", "username": "u", "password": "$p"}), "egress_proxy.password"),
+        (json!({"url": "socks5://a.example", "username": "u", "password": "x".repeat(256)}), "egress_proxy"),
+        (json!({"url": "socks5://a.example", "tls": {}}), "tls"),
+    ] {
+        let problem = compile(proxy.clone()).unwrap_err();
+        assert!(problem.contains(field), "{proxy}: {problem}");
+    }
+    let with = || world_of(json!({"url": "socks5://a.example"})).unwrap();
+    let floor = stockade_gateway::policy::Floor::default();
+    let layers = stockade_gateway::policy::CompiledPolicy::compile_layers(&floor, &[with(), with()]);
+    assert_eq!(layers.unwrap_err().field, "egress_proxy");
 }

@@ -19,7 +19,7 @@ use stockade_gateway::{
 use stockade_model::{SandboxId, Secret};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream, UnixStream},
+    net::{TcpListener, TcpStream, UdpSocket, UnixStream},
 };
 
 use super::guest::Guest;
@@ -59,6 +59,15 @@ impl Dialer for Net {
         let stream = TcpStream::connect(server.ok_or(io::ErrorKind::ConnectionRefused)?).await?;
         stream.set_nodelay(true)?;
         Ok(Box::new(stream))
+    }
+
+    async fn dial_udp(&self, address: SocketAddr) -> io::Result<UdpSocket> {
+        self.dialled.lock().unwrap().push(address);
+        let _open = self.gate.read().await;
+        let server = self.servers.lock().unwrap().get(&address).copied();
+        let socket = UdpSocket::bind("127.0.0.1:0").await?;
+        socket.connect(server.ok_or(io::ErrorKind::ConnectionRefused)?).await?;
+        Ok(socket)
     }
 }
 

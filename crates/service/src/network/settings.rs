@@ -6,7 +6,7 @@ use http::HeaderValue;
 use serde::{Deserialize, Serialize};
 use stockade_gateway::{
     broker,
-    policy::{OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution},
+    policy::{EgressProxy, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution},
 };
 
 use crate::ServiceError;
@@ -198,6 +198,15 @@ impl NetworkSpec {
     /// It does not; the error names the field.
     pub fn check(&self) -> Result<(), ServiceError> {
         check(self)
+    }
+
+    /// As it may be shown: without the password of its proxy, if that is written out.
+    #[must_use]
+    pub fn shown(mut self) -> Self {
+        if let Some(policy) = &mut self.policy {
+            policy.egress_proxy = policy.egress_proxy.as_ref().map(EgressProxy::shown);
+        }
+        self
     }
 }
 

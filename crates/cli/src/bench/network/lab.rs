@@ -87,6 +87,10 @@ impl Dialer for ToLoopback {
         stream.set_nodelay(true)?;
         Ok(Box::new(stream))
     }
+
+    async fn dial_udp(&self, _: SocketAddr) -> io::Result<tokio::net::UdpSocket> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
 }
 
 struct OneAddress;

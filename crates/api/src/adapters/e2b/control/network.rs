@@ -5,7 +5,8 @@
 //! ```
 //!
 //! As there, what is allowed beats what is denied, a list of allowed names needs everything else denied, and a rule on
-//! a host's headers opens nothing. Names that are denied do not exist: clients written for E2B expect a failure, not an
+//! a host's headers opens nothing. UDP is open where TCP is by a network or by default, unless headers are set: HTTP/3
+//! would go past those. Names that are denied do not exist: clients written for E2B expect a failure, not an
 //! explanation.
 
 use std::collections::BTreeMap;
@@ -20,7 +21,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use stockade_service::{
     NetworkSpec, Previews, Principal,
-    policy::{Action, DefaultAction, DnsPolicy, HttpAction, HttpRule, NamePattern, OnDeny, Policy, Rule, Scheme},
+    policy::{
+        Action, DefaultAction, DnsPolicy, EgressProxy, HttpAction, HttpRule, L7, NamePattern, OnDeny, Policy, Rule,
+        Scheme,
+    },
 };
 
 use super::{super::error::HttpError, parse, sandbox_id, sandboxes::live};
@@ -43,7 +47,7 @@ pub(super) struct Network {
     deny_out: Option<Vec<String>>,
     rules: Option<BTreeMap<String, Vec<DomainRule>>>,
     allow_public_traffic: Option<bool>,
-    egress_proxy: Option<Value>,
+    egress_proxy: Option<Proxy>,
     mask_request_host: Option<String>,
     dns_servers: Option<Vec<String>>,
     https_ports: Option<Vec<u16>>,
@@ -60,6 +64,16 @@ impl Network {
         let rules = self.rules.iter_mut().flatten().flat_map(|(_, rules)| rules);
         rules.flat_map(|rule| rule.transform.headers.values_mut())
     }
+}
+
+/// A SOCKS5 proxy of the sandbox's owner.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Proxy {
+    address: String,
+    username: Option<String>,
+    password: Option<String>,
+    tls: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -95,6 +109,16 @@ pub(super) struct NetworkView {
     allow_public_traffic: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     mask_request_host: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    egress_proxy: Option<ProxyView>,
+}
+
+/// A proxy as it is shown: without its password.
+#[derive(Debug, Serialize)]
+struct ProxyView {
+    address: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    username: Option<String>,
 }
 
 /// What E2B's fields ask for; `None`: nothing is said.
@@ -123,24 +147,26 @@ pub(super) fn spec(internet: Option<bool>, network: Option<Network>) -> Result<O
     if let Some(bad) = names.iter().find(|name| name.starts_with('~') || NamePattern::parse(name).is_err()) {
         return Err(HttpError::bad_request(format!("invalid allowed address {bad}: use a domain, *.domain or a CIDR")));
     }
-    let rule = |id: &str, action, names: Vec<String>, cidrs: Vec<String>| Rule {
+    let rule = |id: &str, action, names: Vec<String>, cidrs: Vec<String>, l7| Rule {
         id: id.to_owned(),
         action,
         names,
         cidrs,
         ports: Vec::new(),
-        l7: None,
+        l7,
         origin: Some(ORIGIN.to_owned()),
     };
     let rules = [
-        rule("allowOut domains", Action::Allow, names, Vec::new()),
-        rule("allowOut networks", Action::Allow, Vec::new(), cidrs),
-        rule("denyOut", Action::Deny, Vec::new(), deny_out),
+        rule("allowOut domains", Action::Allow, names, Vec::new(), None),
+        rule("allowOut networks", Action::Allow, Vec::new(), cidrs.clone(), None),
+        rule("allowOut networks, UDP", Action::Allow, Vec::new(), cidrs, Some(L7::Udp)),
+        rule("denyOut", Action::Deny, Vec::new(), deny_out, None),
     ];
     let policy = Policy {
-        default: if closed { DefaultAction::Deny } else { DefaultAction::AllowPublic },
+        default: if closed { DefaultAction::Deny } else { DefaultAction::AllowPublicUdp },
         rules: rules.into_iter().filter(|rule| !rule.names.is_empty() || !rule.cidrs.is_empty()).collect(),
         http: header_rules(network.rules.unwrap_or_default())?,
+        egress_proxy: network.egress_proxy.map(egress_proxy).transpose()?,
         dns: DnsPolicy { on_deny: OnDeny::Nxdomain, ..DnsPolicy::default() },
         ..Policy::default()
     };
@@ -161,16 +187,40 @@ fn is_network(entry: &str) -> bool {
 
 fn refuse_unsupported(network: &Network) -> Result<(), HttpError> {
     let asked = [
-        (network.egress_proxy.as_ref().is_some_and(|proxy| !proxy.is_null()), "egressProxy"),
-        (network.dns_servers.as_ref().is_some_and(|list| !list.is_empty()), "dnsServers"),
-        (network.https_ports.as_ref().is_some_and(|list| !list.is_empty()), "httpsPorts"),
+        (
+            network.dns_servers.as_ref().is_some_and(|list| !list.is_empty()),
+            "dnsServers",
+            "names are resolved outside of the sandbox, whichever server it asks",
+        ),
+        (
+            network.https_ports.as_ref().is_some_and(|list| !list.is_empty()),
+            "httpsPorts",
+            "ports of a sandbox are reached with plain HTTP",
+        ),
     ];
-    match asked.into_iter().find(|(asked, _)| *asked) {
-        Some((_, field)) => Err(HttpError::bad_request(format!(
-            "network.{field} is not supported by this release of Stockade; leave it out"
+    match asked.into_iter().find(|(asked, ..)| *asked) {
+        Some((_, field, why)) => Err(HttpError::bad_request(format!(
+            "network.{field} is not supported by this release of Stockade: {why}; leave it out"
         ))),
         None => Ok(()),
     }
+}
+
+/// `host:port`, spoken to with SOCKS5.
+fn egress_proxy(proxy: Proxy) -> Result<EgressProxy, HttpError> {
+    let Proxy { address, username, password, tls } = proxy;
+    let has_tls = tls.is_some_and(|tls| !tls.is_null() && tls["enabled"] != false);
+    if has_tls {
+        let message = "network.egressProxy.tls is not supported by this release of Stockade: a SOCKS5 proxy is spoken to \
+                       without TLS; leave it out";
+        return Err(HttpError::bad_request(message));
+    }
+    let malformed = || HttpError::bad_request("network.egressProxy.password: a placeholder is malformed");
+    let password = password.map(|text| template(&text).ok_or_else(malformed)).transpose()?;
+    if address.rsplit_once(':').is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
+        return Err(HttpError::bad_request(format!("network.egressProxy.address is not host:port: {address}")));
+    }
+    Ok(EgressProxy { url: format!("socks5://{address}"), username, password })
 }
 
 /// Exact domains before wildcards, longer ones before shorter.
@@ -214,6 +264,7 @@ fn header_rules(rules: BTreeMap<String, Vec<DomainRule>>) -> Result<Vec<HttpRule
             path: None,
             query: Vec::new(),
             headers: Vec::new(),
+            mask_echo: false,
             action: HttpAction::SetHeaders(headers),
         });
     }
@@ -251,7 +302,7 @@ fn template(value: &str) -> Result<String, String> {
 pub(super) fn view(spec: &NetworkSpec) -> (bool, Option<NetworkView>) {
     let Some(policy) = &spec.policy else { return (spec.internet != Some(false), None) };
     let entries = |action: Action| -> Vec<String> {
-        let rules = policy.rules.iter().filter(|rule| rule.action == action);
+        let rules = policy.rules.iter().filter(|rule| rule.action == action && rule.l7 != Some(L7::Udp));
         rules.flat_map(|rule| rule.names.iter().chain(&rule.cidrs)).cloned().collect()
     };
     let view = NetworkView {
@@ -259,11 +310,16 @@ pub(super) fn view(spec: &NetworkSpec) -> (bool, Option<NetworkView>) {
         deny_out: entries(Action::Deny),
         allow_public_traffic: (spec.previews == Previews::Token).then_some(false),
         mask_request_host: spec.mask_request_host.clone(),
+        egress_proxy: policy.egress_proxy.as_ref().map(|proxy| ProxyView {
+            address: proxy.url.trim_start_matches("socks5://").to_owned(),
+            username: proxy.username.clone(),
+        }),
     };
     let is_plain = view.allow_out.is_empty()
         && view.deny_out.is_empty()
         && view.allow_public_traffic.is_none()
-        && view.mask_request_host.is_none();
+        && view.mask_request_host.is_none()
+        && view.egress_proxy.is_none();
     (policy.default != DefaultAction::Deny || !view.deny_out.is_empty(), (!is_plain).then_some(view))
 }
 
@@ -308,9 +364,10 @@ mod tests {
     fn what_is_allowed_stands_before_what_is_denied() {
         let policy = read(None, r#"{"allowOut":["1.1.1.1","*.a.example"],"denyOut":["0.0.0.0/0"]}"#).expect("valid");
         let actions: Vec<_> = policy.rules.iter().map(|rule| rule.action).collect();
-        assert_eq!(actions, [Action::Allow, Action::Allow, Action::Deny]);
+        assert_eq!(actions, [Action::Allow, Action::Allow, Action::Allow, Action::Deny]);
+        assert_eq!((policy.rules[2].l7, &policy.rules[2].cidrs), (Some(L7::Udp), &policy.rules[1].cidrs));
         assert_eq!(policy.default, DefaultAction::Deny);
-        assert_eq!(read(None, r#"{"denyOut":["8.8.8.8"]}"#).expect("valid").default, DefaultAction::AllowPublic);
+        assert_eq!(read(None, r#"{"denyOut":["8.8.8.8"]}"#).expect("valid").default, DefaultAction::AllowPublicUdp);
         assert_eq!(read(Some(false), "{}").expect("valid").default, DefaultAction::Deny);
         assert!(spec(None, None).expect("valid").is_none());
     }
@@ -322,7 +379,10 @@ mod tests {
         assert!(refused(r#"{"allowOut":["a.example"]}"#).contains("0.0.0.0/0 in denyOut"));
         assert_eq!(refused(r#"{"maskRequestHost":"a b"}"#), "mask request host is not valid: a b");
         assert!(refused(r#"{"dnsServers":["8.8.8.8"]}"#).contains("network.dnsServers"));
-        assert!(refused(r#"{"egressProxy":{"address":"x"}}"#).contains("network.egressProxy"));
+        assert!(refused(r#"{"httpsPorts":[8443]}"#).contains("network.httpsPorts"));
+        assert!(refused(r#"{"egressProxy":{"address":"x"}}"#).contains("network.egressProxy.address"));
+        let tls = r#"{"egressProxy":{"address":"x.example:1","tls":{"enabled":true}}}"#;
+        assert!(refused(tls).contains("network.egressProxy.tls"));
         assert!(
             refused(r#"{"rules":{"a.example":[{"transform":{"headers":{"x":"${e2b.identity.tokens.t}"}}}]}}"#)
                 .contains("rules.a.example.x: ${e2b.identity.tokens.t} is not supported")
@@ -339,6 +399,19 @@ mod tests {
         let (internet, view) = view(&spec);
         let view = serde_json::to_value(view.expect("not plain")).expect("JSON");
         assert!(internet && view["allowPublicTraffic"] == false && view["maskRequestHost"] == "localhost:${PORT}");
+    }
+
+    #[test]
+    fn a_proxy_is_kept_and_shown_without_its_password() {
+        let network = r#"{"egressProxy":{"address":"p.example:1080","username":"u","password":"a$b"}}"#;
+        let network: Network = serde_json::from_str(network).expect("valid");
+        let spec = spec(None, Some(network)).expect("valid").expect("something is said");
+        let proxy = spec.policy.as_ref().and_then(|policy| policy.egress_proxy.clone()).expect("a proxy");
+        assert_eq!((proxy.url.as_str(), proxy.password.as_deref()), ("socks5://p.example:1080", Some("a$$b")));
+        assert_eq!(proxy.shown().password.as_deref(), Some(""));
+        let (_, view) = view(&spec);
+        let view = serde_json::to_value(view.expect("not plain")).expect("JSON");
+        assert_eq!(view["egressProxy"], serde_json::json!({"address": "p.example:1080", "username": "u"}));
     }
 
     #[test]

@@ -424,7 +424,7 @@ mod tests {
     fn what_cannot_be_honoured_is_refused_by_its_name() {
         for (field, value) in [
             ("autoPauseMemory", "false"),
-            ("network", r#"{"egressProxy":{"address":"proxy.example:1080"}}"#),
+            ("network", r#"{"httpsPorts":[8443]}"#),
             ("mcp", r#"{"x":{}}"#),
             ("iam", r#"{"tokens":{}}"#),
             ("volumeMounts", r#"[{"name":"v","path":"/v"}]"#),

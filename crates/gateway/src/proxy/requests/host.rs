@@ -1,0 +1,65 @@
+//! Which host a request is for.
+
+use http::{Request, Version, header, uri::Authority};
+use hyper::body::Incoming;
+
+use super::Session;
+use crate::{
+    policy::{Scheme, normalize_name},
+    proxy::refuse::Refusal,
+};
+
+impl Session {
+    /// The host of a request, which has to be the connection's: what it says twice has to agree.
+    pub(super) fn host_of(&self, request: &Request<Incoming>) -> Result<String, Refusal> {
+        let mut hosts = request.headers().get_all(header::HOST).iter();
+        let (first, more) = (hosts.next(), hosts.next());
+        if more.is_some() {
+            return Err(Refusal::bad_request("more than one Host header"));
+        }
+        let header = match first {
+            Some(value) => Some(value.to_str().map_err(|_| Refusal::bad_request("a Host header that is no text"))?),
+            None if request.version() == Version::HTTP_2 || request.version() == Version::HTTP_10 => None,
+            None => return Err(Refusal::bad_request("no Host header")),
+        };
+        let in_target = request.uri().authority().map(Authority::as_str);
+        let mut said = header.into_iter().chain(in_target).peekable();
+        if said.peek().is_none() && self.target.name.is_none() {
+            return Ok(self.target.host());
+        }
+        if said.peek().is_none() {
+            return Err(Refusal::bad_request("no Host header"));
+        }
+        let mut host = None;
+        for text in said {
+            let here = self.authority_here(text).ok_or_else(|| Refusal::misdirected(&self.target.host(), text))?;
+            if host.as_ref().is_some_and(|before| *before != here) {
+                return Err(Refusal::misdirected(&self.target.host(), text));
+            }
+            host = Some(here);
+        }
+        host.ok_or_else(|| Refusal::bad_request("no Host header"))
+    }
+
+    /// The host in `text` if this connection leads to it.
+    fn authority_here(&self, text: &str) -> Option<String> {
+        let authority: Authority = text.parse().ok()?;
+        let default = if self.scheme == Scheme::Http { 80 } else { 443 };
+        let port = match authority.port() {
+            Some(port) => port.as_str().parse().ok()?,
+            None if authority.as_str().ends_with(':') => return None,
+            None => default,
+        };
+        // `user@host` is for people.
+        if port != self.target.port || authority.as_str().contains('@') {
+            return None;
+        }
+        match (&self.target.name, normalize_name(authority.host())) {
+            (Some(name), Some(said)) => (**name == *said).then_some(said),
+            (Some(_), None) => None,
+            // To an address the guest used by itself, a name can only be said, never proven.
+            (None, Some(said)) => Some(said),
+            (None, None) => (authority.host() == self.target.host()).then(|| self.target.host()),
+        }
+    }
+}
