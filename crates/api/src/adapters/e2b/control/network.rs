@@ -215,8 +215,8 @@ fn egress_proxy(proxy: Proxy) -> Result<EgressProxy, HttpError> {
                        without TLS; leave it out";
         return Err(HttpError::bad_request(message));
     }
-    let malformed = || HttpError::bad_request("network.egressProxy.password: a placeholder is malformed");
-    let password = password.map(|text| template(&text).ok_or_else(malformed)).transpose()?;
+    let malformed = |problem| HttpError::bad_request(format!("network.egressProxy.password: {problem}"));
+    let password = password.map(|text| template(&text).map_err(malformed)).transpose()?;
     if address.rsplit_once(':').is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
         return Err(HttpError::bad_request(format!("network.egressProxy.address is not host:port: {address}")));
     }
