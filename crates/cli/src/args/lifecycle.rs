@@ -151,7 +151,7 @@ pub(crate) enum SnapshotCommand {
     },
     /// Delete snapshots; what was made from them lives on
     Rm {
-        /// Their ids
+        /// Their ids; of a name the newest
         #[arg(required = true)]
         snapshots: Vec<String>,
     },
@@ -174,7 +174,7 @@ pub(crate) struct Fork {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// How many copies; if one cannot be made, none is
-    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_COUNT", default_value_t = 1)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_FORK_COUNT", default_value_t = 1)]
     pub(crate) count: u32,
     /// Seconds each may live [default: as long as the sandbox was to]
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]

@@ -160,10 +160,10 @@ pub(crate) struct Audit {
     #[arg(value_name = "SANDBOX")]
     pub(crate) sandbox: Option<String>,
     /// Only those with this outcome: allow, deny or error
-    #[arg(long, value_name = "VERDICT", env = "STOCKADE_VERDICT")]
+    #[arg(long, value_name = "VERDICT", env = "STOCKADE_VERDICT", value_parser = ["allow", "deny", "error"])]
     pub(crate) verdict: Option<String>,
     /// At most this many, the newest
-    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_COUNT", default_value_t = 100)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_AUDIT_LIMIT", default_value_t = 100)]
     pub(crate) limit: u32,
     /// Print decisions as they are made, one JSON object a line, until interrupted
     #[arg(long, short = 'f', conflicts_with = "verdict", env = "STOCKADE_FOLLOW", value_parser = FalseyValueParser::new())]

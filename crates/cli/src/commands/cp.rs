@@ -12,8 +12,14 @@ use std::{
 
 use stockade_model::SandboxId;
 
-use super::{Context, attend::Signals};
-use crate::{args::Cp, failure::Failure};
+use super::{
+    Context,
+    attend::{Signals, code_of_signal},
+};
+use crate::{
+    args::Cp,
+    failure::{BAD_USAGE, Failure},
+};
 
 mod file;
 mod tree;
@@ -45,14 +51,18 @@ pub(super) async fn cp(context: &Context, args: Cp) -> Result<(), Failure> {
     let copy = Copy { context, user: args.user };
     let mut signals = Signals::listen()?;
     match (from, to) {
-        (Place::Standard, Place::Remote(to)) => copy.upload_stdin(&to).await,
+        (Place::Standard, Place::Remote(to)) => unless_interrupted(copy.upload_stdin(&to), &mut signals).await,
         (Place::Local(from), Place::Remote(to)) => copy.upload(&from, to, &mut signals).await,
-        (Place::Remote(from), Place::Standard) => copy.download_to_stdout(&from).await,
+        (Place::Remote(from), Place::Standard) => {
+            unless_interrupted(copy.download_to_stdout(&from), &mut signals).await
+        }
         (Place::Remote(from), Place::Local(to)) => copy.download(&from, &to, &mut signals).await,
         (Place::Remote(_), Place::Remote(_)) => Err(Failure::new("invalid_argument", "both sides are in sandboxes")
-            .hint("copy in two steps, or through a pipe: `stockade cp A:FILE - | stockade cp - B:FILE`")),
+            .hint("copy in two steps, or through a pipe: `stockade cp A:FILE - | stockade cp - B:FILE`")
+            .exit(BAD_USAGE)),
         (_, _) => Err(Failure::new("invalid_argument", "neither side is in a sandbox")
-            .hint("write a path in a sandbox as SANDBOX:PATH, with the id `stockade ls` shows")),
+            .hint("write a path in a sandbox as SANDBOX:PATH, with the id `stockade ls` shows")
+            .exit(BAD_USAGE)),
     }
 }
 
@@ -63,7 +73,7 @@ impl Copy<'_> {
         if metadata.is_dir() {
             self.upload_tree(from, &to, signals).await
         } else {
-            self.upload_file(from, &metadata, &to).await
+            unless_interrupted(self.upload_file(from, &metadata, &to), signals).await
         }
     }
 
@@ -105,13 +115,30 @@ impl Copy<'_> {
             Some(name) if into_dir && !means_contents(OsStr::new(&from.path)) => to.join(name),
             _ => to.to_owned(),
         };
-        if is_dir { self.download_tree(from, &to, signals).await } else { self.download_file(from, &to).await }
+        if is_dir {
+            self.download_tree(from, &to, signals).await
+        } else {
+            unless_interrupted(self.download_file(from, &to), signals).await
+        }
     }
 
     /// Says what was left out.
     fn note_skipped(&self, skipped: &[PathBuf]) {
         for path in skipped {
             self.context.ui.note(&format!("warning: {path:?} is no file, directory or link and was left out"));
+        }
+    }
+}
+
+/// A copy of one file. Where it is cut, what was there before is left, on either side.
+async fn unless_interrupted(
+    copy: impl Future<Output = Result<(), Failure>>,
+    signals: &mut Signals,
+) -> Result<(), Failure> {
+    tokio::select! {
+        done = copy => done,
+        number = signals.next() => {
+            Err(Failure::new("interrupted", "interrupted; nothing was copied").exit(code_of_signal(number)))
         }
     }
 }

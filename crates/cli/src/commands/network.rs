@@ -8,7 +8,7 @@ use stockade_model::Secret;
 use super::{Context, sandboxes::local_time};
 use crate::{
     args::{self, Audit, Network},
-    failure::Failure,
+    failure::{BAD_USAGE, Failure},
     ui::{printable, table},
 };
 
@@ -57,7 +57,11 @@ pub(super) async fn policy(context: &Context, args: args::Policy) -> Result<(), 
 fn read_or_spec(file: Option<&std::path::Path>, network: &Network) -> Result<Value, Failure> {
     match file {
         Some(path) => read_spec(path),
-        None => Ok(spec(network).unwrap_or_else(|| json!({}))),
+        None => spec(network).ok_or_else(|| {
+            Failure::new("invalid_argument", "nothing is said about the network")
+                .hint("say what to allow or deny, or take it from a file; `echo '{}' | … --file -` opens the web again")
+                .exit(BAD_USAGE)
+        }),
     }
 }
 

@@ -87,13 +87,17 @@ fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Deletes each; the ones that failed are named, and make the exit code 1.
-async fn rm(context: &Context, ids: Vec<String>) -> Result<u8, Failure> {
+/// Deletes each, of a name the newest; the ones that failed are named, and make the exit code 1.
+async fn rm(context: &Context, names: Vec<String>) -> Result<u8, Failure> {
     let mut deleted = Vec::new();
     let mut code = 0;
-    for id in ids {
-        match context.client.delete_snapshot(&id).await {
-            Ok(()) => deleted.push(id),
+    for name in names {
+        let delete = async {
+            let id = context.client.get_snapshot(&name).await?.id;
+            context.client.delete_snapshot(&id).await.map(|()| id)
+        };
+        match delete.await {
+            Ok(id) => deleted.push(id),
             Err(failure) => {
                 context.ui.failure(&failure);
                 code = FAILED;

@@ -23,6 +23,8 @@ pub(super) async fn preview(context: &Context, args: Preview) -> Result<(), Fail
 /// Serves connections side by side until interrupted, which is how it is meant to end.
 pub(super) async fn tunnel(context: &Context, args: Tunnel) -> Result<(), Failure> {
     let mut signals = Signals::listen()?;
+    // A mistyped id shows now and not with the first connection.
+    context.client.sandbox(&args.sandbox).await?;
     let address = args.listen.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, args.port)));
     let listener = TcpListener::bind(address).await.map_err(|error| {
         Failure::host(format!("listen on {address}"), error)

@@ -34,6 +34,7 @@ async fn what_is_unknown_is_named_with_a_stable_code() {
     for (arguments, code, exit) in [
         (&["info", unknown, "--json"][..], "sandbox_not_found", 1),
         (&["kill", unknown, "--json"], "sandbox_not_found", 1),
+        (&["tunnel", unknown, "80", "--listen", "127.0.0.1:0", "--json"], "sandbox_not_found", 1),
         (&["logs", unknown, "--json"], "sandbox_not_found", 1),
         (&["exec", unknown, "--json", "--", "true"], "sandbox_not_found", 125),
         (&["shell", unknown, "--json"], "sandbox_not_found", 125),
@@ -140,6 +141,8 @@ async fn snapshots_are_labelled_listed_shown_rolled_back_to_and_deleted() {
     assert_eq!(ran.code, Some(1));
     assert!(ran.stderr.contains("snapshot_not_found") && ran.stdout.contains(&snapshot), "{ran:?}");
     assert_eq!(server.ok(&["snapshot", "ls", "-q"]).await, "");
+    let named = server.ok(&["snapshot", &id, "--name", "named"]).await;
+    assert_eq!(server.ok(&["snapshot", "rm", "named"]).await, named);
     let ran = run(server.stockade(&["snapshot"]), b"").await;
     assert_eq!(ran.code, Some(2), "{ran:?}");
 }
@@ -240,4 +243,19 @@ async fn usage_is_shown_summed_and_exported() {
     assert!(csv.starts_with("sandbox,template,label,metadata,from,to,") && csv.lines().count() >= 3, "{csv}");
     let ran = run(server.stockade(&["usage", "--from", "yesterday", "--json"]), b"").await;
     assert!(ran.code == Some(1) && ran.stderr.contains("invalid_argument"), "{ran:?}");
+}
+
+#[tokio::test]
+async fn a_network_is_not_changed_by_saying_nothing_and_a_mistyped_verdict_is_none() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    for (arguments, code) in [
+        (&["policy", "set", &id, "--json"][..], "invalid_argument"),
+        (&["policy", "set-default", "--json"], "invalid_argument"),
+        (&["audit", "--verdict", "denied", "--json"], "bad_usage"),
+    ] {
+        let ran = run(server.stockade(arguments), b"").await;
+        let error: Value = serde_json::from_str(&ran.stderr).expect("JSON");
+        assert_eq!((ran.code, error["error"]["code"].as_str()), (Some(2), Some(code)), "{arguments:?}");
+    }
 }

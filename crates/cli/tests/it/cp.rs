@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
-use crate::support::{TestServer, run};
+use crate::support::{TestServer, end_by, run};
 
 #[tokio::test]
 async fn files_of_any_name_come_back_as_they_were() {
@@ -69,7 +69,34 @@ async fn what_cannot_be_copied_is_named_and_nothing_is_left_half_made() {
     assert_eq!(ran.stderr, "error: cannot read /no/such/file: No such file or directory (os error 2)\n");
     for (from, to) in [("/a", "/b"), ("-", "-"), (&format!("{id}:/a")[..], &format!("{id}:/b")[..])] {
         let ran = run(server.stockade(&["cp", from, to]), b"").await;
-        assert_eq!(ran.code, Some(1), "{from} {to}");
+        assert_eq!(ran.code, Some(2), "{from} {to}");
         assert!(ran.stderr.contains("\n\nhint: "), "{}", ran.stderr);
     }
+}
+
+#[tokio::test]
+async fn a_copy_of_one_file_ends_when_it_is_told_to() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    let place = server.directory.path();
+    let (pipe, target) = (place.join("pipe"), place.join("target"));
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+    let remote = format!("{id}:{}", target.display());
+    for (signal, code) in [(libc::SIGINT, 130), (libc::SIGTERM, 143)] {
+        let child = server.stockade(&["cp", &pipe.display().to_string(), &remote]).spawn().expect("started");
+        // Opens once the copy has opened its side; what it waits for never comes.
+        let writer = tokio::fs::OpenOptions::new().write(true).open(&pipe).await.expect("opened");
+        assert_eq!(end_by(child, signal).await, Some(code));
+        drop(writer);
+        assert!(!target.exists());
+    }
+}
+
+#[tokio::test]
+async fn a_file_that_says_it_is_empty_is_read_to_its_end() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    let target = server.directory.path().join("version").display().to_string();
+    server.ok(&["cp", "/proc/version", &format!("{id}:{target}")]).await;
+    assert_eq!(fs::read(&target).expect("there"), fs::read("/proc/version").expect("read"));
 }

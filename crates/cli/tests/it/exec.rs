@@ -1,6 +1,6 @@
 //! Commands in sandboxes: streams, exit codes, signals.
 
-use std::{process::Stdio, time::Duration};
+use std::process::Stdio;
 
 use serde_json::Value;
 use tokio::{
@@ -9,10 +9,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{TestServer, run};
-
-/// Long enough for any machine; nothing waits this long unless something is wrong.
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::support::{PATIENCE, TestServer, end_by, run};
 
 #[tokio::test]
 async fn run_passes_both_streams_and_the_exit_code_and_leaves_nothing() {
@@ -223,11 +220,4 @@ async fn start_and_see(mut command: Command) -> Child {
     // The pipe must stay open: a closed one would end the program.
     tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
     child
-}
-
-async fn end_by(mut child: Child, signal: i32) -> Option<i32> {
-    let pid = i32::try_from(child.id().expect("it runs")).expect("a pid");
-    // SAFETY: the child has not been waited for, so the number is still its own.
-    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-    timeout(PATIENCE, child.wait()).await.expect("in time").expect("waited").code()
 }

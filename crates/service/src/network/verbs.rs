@@ -145,6 +145,12 @@ impl Service {
         let invalid = |field, problem: &str| ServiceError::Invalid { field, problem: problem.to_owned() };
         let method = Method::from_bytes(method.as_bytes()).map_err(|_| invalid("method", "is no HTTP method"))?;
         let url: Uri = url.parse().map_err(|_| invalid("url", "is no URL"))?;
+        if !is_request(&url) {
+            return Err(invalid(
+                "url",
+                "is no http://, https://, tcp:// or udp:// URL with a host and a port up to 65535",
+            ));
+        }
         let network = self.handle.core.network()?;
         let layers = network.layers(&self.network_settings(who, id).await?)?;
         network.gateway.explain(&layers, &method, &url).await.map_err(super::settings::policy_error)
@@ -172,5 +178,29 @@ impl Service {
         self.get(who, id).await?;
         let record = self.store().network(id.as_str()).await.map_err(store_error)?;
         self.handle.core.network()?.settings_of(record.as_ref())
+    }
+}
+
+/// Whether a URL names somewhere a guest could want to go. One with an impossible port parses as one without.
+fn is_request(url: &Uri) -> bool {
+    let (Some(scheme), Some(authority)) = (url.scheme_str(), url.authority()) else { return false };
+    let without_user = authority.as_str().rsplit('@').next().unwrap_or_default();
+    ["http", "https", "tcp", "udp"].contains(&scheme)
+        && !authority.host().is_empty()
+        && (authority.port_u16().is_some() || without_user == authority.host())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_can_be_asked_for_is_explained() {
+        for url in ["http://a", "https://a.example:443/x?y", "tcp://10.0.0.1:5432", "udp://[::1]:53", "http://u@a/"] {
+            assert!(is_request(&url.parse().expect("parses")), "{url}");
+        }
+        for url in ["notaurl", "/x", "ftp://a/", "https://a:99999/", "https://a:0x1/", "https://a:/"] {
+            assert!(!url.parse::<Uri>().is_ok_and(|url| is_request(&url)), "{url}");
+        }
     }
 }

@@ -23,8 +23,8 @@ const PIECE_BYTES: usize = 256 << 10;
 impl Copy<'_> {
     pub(super) async fn upload_file(&self, from: &Path, metadata: &Metadata, to: &Remote) -> Result<(), Failure> {
         let file = File::open(from).await.map_err(local("read", from))?;
-        // The length of a pipe or a device is not known before its end.
-        let length = metadata.is_file().then_some(metadata.len());
+        // The length of a pipe or a device is not known before its end, nor that of a file the kernel makes up.
+        let length = (metadata.is_file() && metadata.len() > 0).then_some(metadata.len());
         let mode = metadata.is_file().then(|| metadata.permissions().mode() & 0o777);
         self.upload_stream(file.take(length.unwrap_or(u64::MAX)), length, mode, to).await
     }

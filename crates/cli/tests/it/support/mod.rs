@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
     process::Stdio,
     sync::Arc,
+    time::Duration,
 };
 
 use stockade_api::{ServeConfig, Server};
@@ -16,7 +17,11 @@ use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
 use stockade_service::{Service, ServiceConfig};
 use stockade_store::{Archive, SecretFile, Store};
 use tempfile::TempDir;
-use tokio::{io::AsyncWriteExt as _, net::TcpListener, process::Command};
+use tokio::{
+    io::AsyncWriteExt as _,
+    net::TcpListener,
+    process::{Child, Command},
+};
 
 const SHAPE: MachineShape = MachineShape { vcpus: 1, memory_mib: 64, disk_mib: 256 };
 
@@ -133,4 +138,15 @@ pub(crate) async fn run(mut command: Command, input: &[u8]) -> Ran {
         stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
     }
+}
+
+/// Long enough for any machine; nothing waits this long unless something is wrong.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Sends a signal; the exit code it ends with.
+pub(crate) async fn end_by(mut child: Child, signal: i32) -> Option<i32> {
+    let pid = i32::try_from(child.id().expect("it runs")).expect("a pid");
+    // SAFETY: the child has not been waited for, so the number is still its own.
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    tokio::time::timeout(PATIENCE, child.wait()).await.expect("in time").expect("waited").code()
 }
