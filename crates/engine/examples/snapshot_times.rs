@@ -202,14 +202,10 @@ async fn answer(machine: &QemuMachine) -> Outcome<()> {
 /// Has the guest fill so much memory.
 async fn hold(guest: &GuestClient, mib: u32) -> Outcome<()> {
     let request = StartRequest {
-        command: Command::Argv(["/bin/worker", "hold", &mib.to_string()].map(str::to_owned).to_vec()),
         user: Some("root".to_owned()),
         cwd: Some("/".to_owned()),
-        env: Default::default(),
         stdin: true,
-        pty: None,
-        timeout_ms: None,
-        tag: None,
+        ..StartRequest::new(Command::Argv(["/bin/worker", "hold", &mib.to_string()].map(str::to_owned).to_vec()))
     };
     let mut events = guest.start(&request).await?.events;
     while let Some(event) = events.next().await {

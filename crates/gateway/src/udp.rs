@@ -103,6 +103,10 @@ pub(crate) struct UdpFlow {
     _slot: OwnedSemaphorePermit,
 }
 
+fn key_of(datagram: &Datagram<'_>) -> FlowKey {
+    FlowKey { guest_port: datagram.from_port, address: datagram.to, port: datagram.to_port }
+}
+
 impl UdpFlows {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
@@ -138,7 +142,7 @@ impl UdpFlows {
         if inner.ended || inner.by_key.len() >= most {
             return None;
         }
-        let key = FlowKey { guest_port: first.from_port, address: first.to, port: first.to_port };
+        let key = key_of(first);
         let (sender, datagrams) = mpsc::channel(QUEUE);
         // There is room for it.
         let _ = sender.try_send(Bytes::copy_from_slice(first.data));
@@ -296,7 +300,7 @@ impl Sandbox {
 
     /// Takes a datagram of the guest; false: it is refused.
     pub(crate) fn take_datagram(&self, link: &Arc<Link>, datagram: &Datagram<'_>) -> bool {
-        let key = FlowKey { guest_port: datagram.from_port, address: datagram.to, port: datagram.to_port };
+        let key = key_of(datagram);
         if self.udp.pass_on(key, datagram.data) {
             return true;
         }

@@ -44,14 +44,9 @@ async fn main() -> Outcome<()> {
 
 fn request(command: Command) -> StartRequest {
     StartRequest {
-        command,
         user: std::env::var("PROBE_USER").ok(),
-        cwd: None,
-        env: std::collections::BTreeMap::new(),
-        stdin: false,
-        pty: None,
         timeout_ms: std::env::var("PROBE_TIMEOUT_MS").ok().and_then(|text| text.parse().ok()),
-        tag: None,
+        ..StartRequest::new(command)
     }
 }
 

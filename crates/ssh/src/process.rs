@@ -74,14 +74,11 @@ pub(crate) async fn run(service: &Service, sandbox: &SandboxId, program: Program
         Err(error) => return fail(&out, &tell(sandbox, &error)).await,
     };
     let request = StartRequest {
-        command: program.command(),
-        user: None,
         cwd: Some("~".to_owned()),
         env: setup.env,
         stdin: !has_terminal,
         pty: setup.pty,
-        timeout_ms: None,
-        tag: None,
+        ..StartRequest::new(program.command())
     };
     let mut events = match guest.start(&request).await {
         Ok(events) => events,

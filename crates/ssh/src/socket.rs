@@ -42,16 +42,8 @@ impl From<EngineError> for ConnectError {
 
 /// Connects; the process ends with the stream.
 pub(crate) async fn connect(guest: GuestClient, path: String) -> Result<Box<dyn PortStream>, ConnectError> {
-    let request = StartRequest {
-        command: Command::Tool(Tool::Connect(path)),
-        user: None,
-        cwd: Some("~".to_owned()),
-        env: Default::default(),
-        stdin: true,
-        pty: None,
-        timeout_ms: None,
-        tag: None,
-    };
+    let command = Command::Tool(Tool::Connect(path));
+    let request = StartRequest { cwd: Some("~".to_owned()), stdin: true, ..StartRequest::new(command) };
     let mut events = guest.start(&request).await?;
     let lost = || ConnectError::Refused("the guest's answer broke off".to_owned());
     let process = Selector::Pid(events.started.take().ok_or_else(lost)?.pid);

@@ -69,6 +69,22 @@ pub struct StartRequest {
     pub tag: Option<String>,
 }
 
+impl StartRequest {
+    /// A command as the default user, where the defaults say, without input, for as long as it takes.
+    pub fn new(command: Command) -> Self {
+        Self {
+            command,
+            user: None,
+            cwd: None,
+            env: BTreeMap::new(),
+            stdin: false,
+            pty: None,
+            timeout_ms: None,
+            tag: None,
+        }
+    }
+}
+
 /// Size of a terminal, in characters.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct PtySize {

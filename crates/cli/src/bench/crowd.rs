@@ -3,7 +3,7 @@
 use futures::{StreamExt as _, stream};
 use tokio::time::{self, Instant};
 
-use super::{IDLE_FOR, PAUSE, measure::Samples, report::Measure, rounds, server::Throwaway};
+use super::{IDLE_FOR, PAUSE, measure::Samples, memory_measures, report::Measure, rounds, server::Throwaway};
 use crate::{failure::Failure, ui::Ui};
 
 const IN_FLIGHT: usize = 4;
@@ -29,16 +29,9 @@ async fn at_rest(server: &Throwaway, count: usize) -> [Measure; 3] {
     let (before, begin) = (server.cpu_seconds(), Instant::now());
     time::sleep(2 * IDLE_FOR).await;
     let used = (server.cpu_seconds() - before) / begin.elapsed().as_secs_f64() * 100.0;
-    let (mut private, mut proportional) = (Samples::default(), Samples::default());
-    for memory in server.memory() {
-        private.push(memory.clone().map(|(private, _)| private));
-        proportional.push(memory.map(|(_, proportional)| proportional));
-    }
-    [
-        Measure::single(format!("each of {count} idle: processor"), "%", used / count.max(1) as f64),
-        Measure::new(format!("each of {count} idle: private memory"), "MiB", private),
-        Measure::new(format!("each of {count} idle: proportional memory"), "MiB", proportional),
-    ]
+    let each = format!("each of {count} idle:");
+    let [private, proportional] = memory_measures(&each, server.memory());
+    [Measure::single(format!("{each} processor"), "%", used / count.max(1) as f64), private, proportional]
 }
 
 /// One sandbox more, and what is asked of it.

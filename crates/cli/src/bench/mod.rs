@@ -189,7 +189,7 @@ async fn idle_memory(server: &Throwaway, ui: Ui) -> Result<Vec<Measure>, Failure
         ids.push(rounds::create(&server.client).await?.0);
     }
     time::sleep(IDLE_FOR).await;
-    let mut measures = Vec::from(memory_measures("idle sandbox", server.memory()));
+    let mut measures = Vec::from(memory_measures("idle sandbox,", server.memory()));
     for id in ids {
         server.client.kill(&id).await?;
     }
@@ -202,13 +202,14 @@ async fn idle_memory(server: &Throwaway, ui: Ui) -> Result<Vec<Measure>, Failure
     }
     time::sleep(IDLE_FOR).await;
     let pids = machines.iter().filter_map(|machine| machine.pid().and_then(|pid| i32::try_from(pid).ok()));
-    measures.extend(memory_measures("bare emulator: idle", pids.map(server::memory_of).collect()));
+    measures.extend(memory_measures("bare emulator: idle,", pids.map(server::memory_of).collect()));
     for machine in machines {
         machine.end().await.map_err(|error| engine_failure(&error))?;
     }
     Ok(measures)
 }
 
+/// The two rows of a report; `of` begins their names.
 fn memory_measures(of: &str, held: Vec<Result<(f64, f64), String>>) -> [Measure; 2] {
     let (mut private, mut proportional) = (Samples::default(), Samples::default());
     for memory in held {
@@ -216,8 +217,8 @@ fn memory_measures(of: &str, held: Vec<Result<(f64, f64), String>>) -> [Measure;
         proportional.push(memory.map(|(_, proportional)| proportional));
     }
     [
-        Measure::new(format!("{of}, private memory"), "MiB", private),
-        Measure::new(format!("{of}, proportional memory"), "MiB", proportional),
+        Measure::new(format!("{of} private memory"), "MiB", private),
+        Measure::new(format!("{of} proportional memory"), "MiB", proportional),
     ]
 }
 

@@ -1,7 +1,6 @@
 //! The bare side of the benchmark: the same emulator on the same template, nothing of ours around it.
 
 use std::{
-    collections::BTreeMap,
     fs::{self, File},
     os::{
         fd::AsRawFd,
@@ -89,16 +88,8 @@ impl BareMachine {
     pub(crate) async fn first_output(self) -> Result<Duration, EngineError> {
         let Self { mut child, agent, limits, begun, directory, _given, .. } = self;
         let guest = GuestClient::open(agent, limits.guest_patience).await?;
-        let request = StartRequest {
-            command: GuestCommand::Argv(vec!["/bin/echo".to_owned(), "ready".to_owned()]),
-            user: None,
-            cwd: None,
-            env: BTreeMap::new(),
-            stdin: false,
-            pty: None,
-            timeout_ms: None,
-            tag: None,
-        };
+        let echo = ["/bin/echo", "ready"].map(str::to_owned);
+        let request = StartRequest::new(GuestCommand::Argv(echo.into()));
         let mut events = guest.start(&request).await?.events;
         let mut first = None;
         while let Some(event) = events.next().await {

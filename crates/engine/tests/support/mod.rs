@@ -329,14 +329,10 @@ pub fn terminal(arguments: &[&str]) -> StartRequest {
 fn request(arguments: &[&str]) -> StartRequest {
     let words = std::iter::once("/bin/worker").chain(arguments.iter().copied()).map(str::to_owned).collect();
     StartRequest {
-        command: stockade_wire::process::Command::Argv(words),
         user: Some("root".to_owned()),
         cwd: Some("/".to_owned()),
-        env: Default::default(),
         stdin: true,
-        pty: None,
-        timeout_ms: None,
-        tag: None,
+        ..StartRequest::new(stockade_wire::process::Command::Argv(words))
     }
 }
 

@@ -58,16 +58,8 @@ impl Agent {
     /// Runs a command that does nothing, through all a command goes through, and forgets it: an emulator translates
     /// what it has not run yet, and the first command would have to wait for that.
     pub(crate) async fn rehearse(&self) -> Result<Reader> {
-        let request = StartRequest {
-            command: Command::Shell("echo".to_owned()),
-            user: None,
-            cwd: None,
-            env: BTreeMap::new(),
-            stdin: false,
-            pty: None,
-            timeout_ms: Some(REHEARSAL_MS),
-            tag: None,
-        };
+        let echo = StartRequest::new(Command::Shell("echo".to_owned()));
+        let request = StartRequest { timeout_ms: Some(REHEARSAL_MS), ..echo };
         self.start_whole(request, false).await
     }
 

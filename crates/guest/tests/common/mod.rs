@@ -1,7 +1,7 @@
 //! A hosted agent and a client of it, joined by a socket pair.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses its own part")]
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use bytes::Bytes;
 use futures::StreamExt;
@@ -88,16 +88,7 @@ impl Guest {
 }
 
 pub fn start(command: Command) -> StartRequest {
-    StartRequest {
-        command,
-        user: None,
-        cwd: None,
-        env: BTreeMap::new(),
-        stdin: false,
-        pty: None,
-        timeout_ms: None,
-        tag: None,
-    }
+    StartRequest::new(command)
 }
 
 pub fn shell(text: &str) -> StartRequest {

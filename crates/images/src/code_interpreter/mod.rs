@@ -5,7 +5,6 @@
 //! sandbox has them warm.
 
 use std::{
-    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     time::Duration,
@@ -88,14 +87,10 @@ pub(crate) const RECIPE: Recipe = Recipe {
 pub fn startup() -> Startup {
     let words = |words: &[&str]| Command::Argv(words.iter().map(|word| (*word).to_owned()).collect());
     let request = |command, tag: Option<&str>| StartRequest {
-        command,
         user: Some("root".to_owned()),
         cwd: Some("/home/user".to_owned()),
-        env: BTreeMap::new(),
-        stdin: false,
-        pty: None,
-        timeout_ms: None,
         tag: tag.map(str::to_owned),
+        ..StartRequest::new(command)
     };
     let health = format!("http://127.0.0.1:{PORT}/health");
     Startup {

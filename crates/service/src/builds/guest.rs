@@ -37,14 +37,10 @@ impl Place {
     /// A request for a command here.
     pub(super) fn request(&self, command: Command, user: Option<&str>) -> StartRequest {
         StartRequest {
-            command,
             user: Some(user.unwrap_or(&self.user).to_owned()),
             cwd: self.cwd.clone(),
             env: self.env.clone(),
-            stdin: false,
-            pty: None,
-            timeout_ms: None,
-            tag: None,
+            ..StartRequest::new(command)
         }
     }
 

@@ -3,7 +3,7 @@
 use axum::{
     Extension, Json,
     extract::{Query, State},
-    response::{IntoResponse, Response},
+    response::Response,
 };
 use http::{HeaderName, HeaderValue};
 use jiff::Timestamp;
@@ -11,10 +11,9 @@ use serde::Deserialize;
 use stockade_model::{Sandbox, SandboxState};
 use stockade_service::{BUILD_LABEL, ListFilter, Page, Principal, ServiceError};
 
-use super::{super::error::HttpError, filter, sandboxes::ListedSandbox};
+use super::{super::error::HttpError, filter, paging, sandboxes::ListedSandbox};
 use crate::AppState;
 
-const MAX_PAGE: u32 = 100;
 /// What the service gives at once.
 const LARGEST_PAGE: u32 = 1000;
 
@@ -66,13 +65,7 @@ impl ListQuery {
         if let Some(template) = self.template.as_deref().filter(|template| template.contains(':')) {
             return Err(bad(format!("template '{template}' has a tag; filter by its name or id")));
         }
-        let limit = match self.limit {
-            None => MAX_PAGE,
-            Some(limit) => u32::try_from(limit)
-                .ok()
-                .filter(|limit| (1..=MAX_PAGE).contains(limit))
-                .ok_or_else(|| bad(format!("limit is {limit}; 1 to {MAX_PAGE} are possible")))?,
-        };
+        let limit = paging::limit(self.limit)?;
         let filter = ListFilter {
             states,
             metadata,
@@ -120,9 +113,7 @@ pub(super) async fn list(
 ) -> Result<Response, HttpError> {
     let page = query.wanted()?.page(&state, &who).await?;
     let items: Vec<ListedSandbox> = page.items.iter().map(ListedSandbox::of).collect();
-    let mut response = Json(items).into_response();
-    let token = page.cursor.and_then(|cursor| HeaderValue::from_str(&cursor).ok());
-    response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
+    let mut response = paging::answer(items, page.cursor.as_deref());
     let running = HeaderValue::from(count_running(&state, &who).await?);
     response.headers_mut().insert(HeaderName::from_static("x-total-running"), running);
     Ok(response)

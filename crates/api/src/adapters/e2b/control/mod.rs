@@ -24,6 +24,7 @@ mod list;
 mod logs;
 mod metrics;
 mod network;
+mod paging;
 mod sandboxes;
 mod secrets;
 mod snapshots;

@@ -9,18 +9,17 @@ use axum::{
     Extension, Json,
     body::Bytes,
     extract::{Path, Query, State},
-    response::{IntoResponse, Response},
+    response::Response,
 };
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::StatusCode;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use stockade_model::Secret;
 use stockade_service::{Principal, SecretContent, SecretInfo, SecretRequest};
 
-use super::{super::error::HttpError, JsonResult, network::Network, parse};
+use super::{super::error::HttpError, JsonResult, network::Network, paging, parse};
 use crate::AppState;
 
-const MAX_PAGE: u32 = 100;
 const LONGEST_NAME: usize = 128;
 /// Ids begin with it; no name may.
 const ID_PREFIX: &str = "sec_";
@@ -126,20 +125,15 @@ pub(super) async fn list(
     Extension(who): Extension<Principal>,
     Query(query): Query<ListQuery>,
 ) -> Result<Response, HttpError> {
-    let limit = query.limit.unwrap_or(MAX_PAGE);
-    if !(1..=MAX_PAGE).contains(&limit) {
-        return Err(HttpError::bad_request(format!("limit is {limit}; 1 to {MAX_PAGE} are possible")));
-    }
+    let limit = paging::limit(query.limit.map(i64::from))?;
     // The token is the last name of the page before.
     let after = query.next_token.unwrap_or_default();
     let mut page = state.service.kept_secrets(&who, &after, limit + 1).await?;
     let more = page.len() > limit as usize;
     page.truncate(limit as usize);
-    let token = page.last().filter(|_| more).and_then(|last| HeaderValue::from_str(&last.name).ok());
+    let next = page.last().filter(|_| more).map(|last| last.name.clone());
     let items: Vec<_> = page.into_iter().filter_map(SecretView::of).collect();
-    let mut response = Json(items).into_response();
-    response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
-    Ok(response)
+    Ok(paging::answer(items, next.as_deref()))
 }
 
 /// By id or name, as it is written or in lower case.

@@ -5,17 +5,15 @@ use axum::{
     Extension, Json,
     body::Bytes,
     extract::{Path, Query, State},
-    response::{IntoResponse, Response},
+    response::Response,
 };
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use stockade_model::Snapshot;
 use stockade_service::{Principal, SnapshotFilter, SnapshotRequest, SnapshotScope};
 
-use super::{super::error::HttpError, parse, sandbox_id, sandboxes::template_name};
+use super::{super::error::HttpError, paging, parse, sandbox_id, sandboxes::template_name};
 use crate::AppState;
-
-const MAX_PAGE: u32 = 100;
 
 /// `SnapshotInfo`.
 #[derive(Serialize)]
@@ -78,13 +76,7 @@ pub(super) async fn list(
     Extension(who): Extension<Principal>,
     Query(query): Query<ListQuery>,
 ) -> Result<Response, HttpError> {
-    let limit = match query.limit {
-        None => MAX_PAGE,
-        Some(limit) => u32::try_from(limit)
-            .ok()
-            .filter(|limit| (1..=MAX_PAGE).contains(limit))
-            .ok_or_else(|| HttpError::bad_request(format!("limit is {limit}; 1 to {MAX_PAGE} are possible")))?,
-    };
+    let limit = paging::limit(query.limit)?;
     let filter = SnapshotFilter {
         sandbox: query.sandbox_id.as_deref().map(sandbox_id).transpose()?,
         name: query.name.as_deref().map(plain_name).transpose()?,
@@ -94,8 +86,5 @@ pub(super) async fn list(
     };
     let page = state.service.snapshots(&who, &filter).await?;
     let items: Vec<SnapshotInfo> = page.items.into_iter().map(SnapshotInfo::from).collect();
-    let mut response = Json(items).into_response();
-    let token = page.cursor.and_then(|cursor| HeaderValue::from_str(&cursor).ok());
-    response.headers_mut().extend(token.map(|token| (HeaderName::from_static("x-next-token"), token)));
-    Ok(response)
+    Ok(paging::answer(items, page.cursor.as_deref()))
 }
