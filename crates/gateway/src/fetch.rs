@@ -14,8 +14,9 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 use crate::{
+    HostPort,
     gateway::{GatewayConfig, GatewayError, tls_towards},
-    policy::{CompiledPolicy, DefaultAction, Destination, HttpQuestion, Policy, Scheme, normalize_name},
+    policy::{CompiledPolicy, DefaultAction, Destination, HttpQuestion, Policy, Scheme},
     upstream::{BoxIo, Outward},
 };
 
@@ -35,7 +36,7 @@ pub enum Asker {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum FetchError {
     /// The URL cannot be asked.
-    #[error("its URL is refused: {0}")]
+    #[error("its URL {0}")]
     Url(&'static str),
     /// The operator's floor or bounds do not allow it.
     #[error("{host} may not be asked: {why}")]
@@ -80,25 +81,18 @@ struct Place {
 /// It is not; the text says why.
 pub fn check_https_url(text: &str) -> Result<Uri, &'static str> {
     if text.contains('#') {
-        return Err("it has a fragment");
+        return Err("has a fragment");
     }
-    let url: Uri = text.parse().map_err(|_| "it is no URL")?;
+    let url: Uri = text.parse().map_err(|_| "is no URL")?;
     place(&url).map(|_| url)
 }
 
 fn place(url: &Uri) -> Result<Place, &'static str> {
     if url.scheme_str() != Some("https") {
-        return Err("it is not https");
+        return Err("is not https");
     }
-    let authority = url.authority().ok_or("it names no host")?;
-    if authority.as_str().contains('@') {
-        return Err("it holds credentials");
-    }
-    let host = authority.host().trim_start_matches('[').trim_end_matches(']');
-    if host.parse::<IpAddr>().is_err() && normalize_name(host).is_none() {
-        return Err("its host is no name");
-    }
-    Ok(Place { host: host.to_ascii_lowercase(), port: url.port_u16().unwrap_or(443) })
+    let HostPort { host, port } = HostPort::of(url.authority().ok_or("names no host")?)?;
+    Ok(Place { host, port: port.unwrap_or(443) })
 }
 
 impl Fetcher {

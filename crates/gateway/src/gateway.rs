@@ -19,7 +19,7 @@ use tokio::{
 };
 
 use crate::{
-    Traffic,
+    HostPort, Traffic,
     audit::{AuditSink, NoAudit},
     broker::{NoSecrets, SecretProvider},
     dns::{NameTable, NameTableRecord, TableError},
@@ -238,7 +238,8 @@ impl Gateway {
         url: &http::Uri,
     ) -> Result<Explanation, PolicyError> {
         let policy = CompiledPolicy::compile_layers(&self.shared.floor, layers)?;
-        let name = url.host().and_then(crate::policy::normalize_name);
+        let place = url.authority().and_then(|authority| HostPort::after_user(authority).ok());
+        let name = place.filter(|place| place.address().is_none()).map(|place| place.host);
         let addresses = match &name {
             // A name that is not allowed is not asked for upstream, not even here.
             Some(name) if self.shared.out.routes.knows(name) => Ok(Vec::new()),

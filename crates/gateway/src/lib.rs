@@ -18,6 +18,7 @@ mod dial;
 pub mod dns;
 mod fetch;
 mod gateway;
+mod host_port;
 mod limits;
 pub mod net;
 pub mod policy;
@@ -34,6 +35,7 @@ pub use fetch::{Asker, FetchError, Fetcher, check_https_url};
 pub use gateway::{
     AttachError, AttachSpec, Attachment, Control, Gateway, GatewayConfig, GatewayError, Inbound, Stats, tls_towards,
 };
+pub use host_port::HostPort;
 pub use limits::Limits;
 pub use net::Framing;
 pub use proxy::{AuthorityError, CertificateAuthority};

@@ -7,11 +7,7 @@
 //! A proxy is asked for addresses, never for names: a name that it resolved could lead into a private network or to
 //! metadata, and nothing here could see it.
 
-use std::{
-    io,
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use bytes::Bytes;
@@ -25,7 +21,7 @@ use tokio_rustls::TlsConnector;
 use tokio_socks::{TargetAddr, tcp::Socks5Stream};
 use zeroize::Zeroizing;
 
-use crate::{policy::normalize_name, upstream::BoxIo};
+use crate::{HostPort, upstream::BoxIo};
 
 /// What a user name and a password may be long in SOCKS5.
 const LONGEST: usize = 255;
@@ -88,18 +84,11 @@ impl ProxyPlace {
             Some("socks5h") => return Err("names are resolved here alone, so use socks5://"),
             _ => return Err("use http://, https:// or socks5://"),
         };
-        let authority = url.authority().ok_or("names no host")?;
-        if authority.as_str().contains('@') {
-            return Err("holds credentials, which belong into fields of their own");
-        }
+        let HostPort { host, port } = HostPort::of(url.authority().ok_or("names no host")?)?;
         if !matches!(url.path(), "" | "/") || url.query().is_some() {
             return Err("takes a host and a port alone");
         }
-        let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
-        if host.parse::<IpAddr>().is_err() && normalize_name(&host).is_none() {
-            return Err("its host is no name");
-        }
-        Ok(Self { kind, host, port: url.port_u16().unwrap_or(default) })
+        Ok(Self { kind, host, port: port.unwrap_or(default) })
     }
 
     /// Asks the proxy at the other end of `stream` for an address. Errors say what it answered and nothing of what it

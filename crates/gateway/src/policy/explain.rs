@@ -5,7 +5,8 @@ use std::net::IpAddr;
 use http::{HeaderMap, Method, Uri};
 use serde::Serialize;
 
-use super::{CompiledPolicy, Destination, HttpQuestion, L7, Reason, Scheme, normalize_name};
+use super::{CompiledPolicy, Destination, HttpQuestion, L7, Reason, Scheme};
+use crate::HostPort;
 
 /// The answer to `policy explain`.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, utoipa::ToSchema)]
@@ -46,29 +47,30 @@ impl CompiledPolicy {
             _ => return refuse("use http://, https://, tcp:// or udp://".to_owned(), None),
         };
         let is_udp = url.scheme_str() == Some("udp");
-        let port = url.port_u16().or(match scheme {
+        let place = match url.authority().ok_or("names no host").and_then(HostPort::after_user) {
+            Ok(place) => place,
+            Err(problem) => return refuse(format!("the URL {problem}"), None),
+        };
+        let port = place.port.or(match scheme {
             Some(Scheme::Http) => Some(80),
             Some(Scheme::Https) => Some(443),
             None => None,
         });
         let Some(port) = port else { return refuse("tcp:// and udp:// need a port".to_owned(), None) };
-        let text = url.host().unwrap_or("").trim_start_matches('[').trim_end_matches(']');
-        let literal = text.parse::<IpAddr>().ok();
-        let name = normalize_name(text);
+        let literal = place.address();
         let judge = |destination: Destination<'_>| match is_udp {
             true => self.datagrams(destination, port, host),
             false => self.connect(destination, port, host),
         };
-        let decision = match (literal, &name) {
+        let decision = match (literal, &place.host) {
             (Some(address), _) => judge(Destination::Address(address)),
-            (None, Some(name)) => {
+            (None, name) => {
                 let resolved = addresses.iter().map(|address| judge(Destination::Resolved(name, *address)));
                 let by_name = judge(Destination::Name(name));
                 let mut all: Vec<_> = resolved.collect();
                 all.sort_by_key(|decision| !decision.allowed);
                 if by_name.allowed { all.into_iter().next().unwrap_or(by_name) } else { by_name }
             }
-            (None, None) => return refuse(format!("{text:?} is no host name"), None),
         };
         if !decision.allowed {
             return refuse(decision.reason.to_string(), decision.rule);
@@ -81,7 +83,7 @@ impl CompiledPolicy {
         if !spoken {
             return refuse(format!("only {:?} may be spoken there", decision.l7).to_lowercase(), decision.rule);
         }
-        let name = name.unwrap_or_default();
+        let name = if literal.is_none() { place.host } else { String::new() };
         let mode = match scheme {
             _ if is_udp => "udp",
             _ if literal.is_some() && decision.l7 == L7::Raw => "raw",

@@ -14,7 +14,7 @@ use super::{
     compile::name_set,
     names::{NameSet, whole_regex},
 };
-use crate::broker::Template;
+use crate::{HostPort, broker::Template};
 
 const MAX_HEADERS: usize = 64;
 const MAX_VALUE: usize = 8 << 10;
@@ -393,15 +393,17 @@ fn compile_headers(
 fn compile_forward(field: &str, forward: &Forward, is_operators: bool) -> Result<CompiledForward, PolicyError> {
     let wrong = |problem: &str| PolicyError::new(format!("{field}.url"), problem);
     let url = crate::fetch::check_https_url(&forward.url).map_err(wrong)?;
-    let host = url.host().and_then(super::normalize_name);
+    let place = HostPort::of(url.authority().ok_or_else(|| wrong("names no host"))?).map_err(wrong)?;
     // Policies judge where it leads by name; what an address is meant to be cannot be told.
-    let host = host.ok_or_else(|| wrong("needs a host name, not an address"))?;
+    if place.address().is_some() {
+        return Err(wrong("needs a host name, not an address"));
+    }
     if url.query().is_some() {
         return Err(wrong("takes no query: the request has its own"));
     }
     Ok(CompiledForward {
-        host,
-        port: url.port_u16().unwrap_or(443),
+        host: place.host,
+        port: place.port.unwrap_or(443),
         path: url.path().trim_end_matches('/').to_owned(),
         headers: compile_headers(&format!("{field}.headers"), &forward.headers)?,
         is_operators,

@@ -90,8 +90,17 @@ fn only_https_urls_with_a_plain_host_are_asked() {
     for good in ["https://a.example", "https://a.example:8443/x?y=1", "https://1.1.1.1/", "https://[2600::1]/"] {
         assert!(check_https_url(good).is_ok(), "{good}");
     }
-    for bad in ["http://a.example/", "a.example", "https://u:p@a.example/", "https://a.example/#x", "https://a b/", ""]
-    {
+    for bad in [
+        "http://a.example/",
+        "a.example",
+        "https://u:p@a.example/",
+        "https://a.example/#x",
+        "https://a b/",
+        "",
+        "https://a.example:99999/",
+        "https://a.example:/",
+        "https://a.example:0/",
+    ] {
         assert!(check_https_url(bad).is_err(), "{bad}");
     }
 }

@@ -59,7 +59,7 @@ async fn fronting_inside_intercepted_tls_is_refused_in_both_protocols() {
     let world = World::new();
     let server = world.https("good.example", "93.184.216.34", &["h2", "http/1.1"]).await;
     let (guest, _attachment) = world.attach(intercepted(&["good.example", "fine.example"]));
-    for host in ["fine.example", "evil.example", "good.example:8443", "user@good.example"] {
+    for host in ["fine.example", "evil.example", "good.example:8443", "good.example:99999", "user@good.example"] {
         let tls = world.connect_tls(&guest, "good.example", true, &["http/1.1"]).await.unwrap();
         let reply = Http1::over(tls).await.send(get(host, "/")).await;
         assert_eq!(reply.status, 421, "{host}");

@@ -372,13 +372,16 @@ async fn another_proxy_ends_what_goes_through_the_one_before() {
     let world = World::new();
     let (_proxy, address) = Proxy::start(Arc::clone(&world.net)).await;
     world.serve("93.184.216.50:1080", address);
-    world.http("plain.example", "93.184.216.35").await;
+    let server = world.http("plain.example", "93.184.216.35").await;
     let (guest, attachment) = world.attach(through("socks5://93.184.216.50", PASSWORD));
     let mut http = Http1::over(guest.connect_name("plain.example", 80).await.unwrap()).await;
     assert_eq!(http.send(get("plain.example", "/")).await.status, 200);
     let same = serde_json::from_value(through("socks5://93.184.216.50", PASSWORD)).unwrap();
     assert_eq!(attachment.set_policy(&[same]).unwrap(), 0);
     assert_eq!(attachment.set_policy(&[serde_json::from_value(json!({})).unwrap()]).unwrap(), 1);
+    let late = http.0.send_request(get("plain.example", "/late"));
+    assert!(late.await.is_err(), "the connection through the old proxy ended");
+    assert_eq!(server.count(), 1);
 }
 
 #[test]
@@ -395,6 +398,8 @@ fn a_proxy_that_cannot_be_honoured_is_refused_by_its_field() {
     for (proxy, field) in [
         (json!({"url": "socks4://a.example"}), "egress_proxy.url"),
         (json!({"url": "socks5://u:p@a.example"}), "egress_proxy.url"),
+        (json!({"url": "socks5://a.example:99999"}), "egress_proxy.url"),
+        (json!({"url": "http://a.example:"}), "egress_proxy.url"),
         (json!({"url": "socks5://a.example", "username": "u"}), "egress_proxy.password"),
         (json!({"url": "socks5://a.example", "password": "p"}), "egress_proxy.username"),
         (json!({"url": "socks5://a.example", "username": "u", "password": "$p"}), "egress_proxy.password"),

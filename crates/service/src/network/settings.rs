@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use http::HeaderValue;
 use serde::{Deserialize, Serialize};
 use stockade_gateway::{
-    broker,
+    HostPort, broker,
     policy::{EgressProxy, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution},
 };
 
@@ -186,9 +186,8 @@ impl Settings {
 pub(crate) fn masked_host(mask: &str, port: u16) -> Option<HeaderValue> {
     let host = mask.replace("${PORT}", &port.to_string());
     let authority: http::uri::Authority = host.parse().ok()?;
-    let has_port = authority.port_u16().is_some() || host == authority.host();
-    let plain = host.is_ascii() && !host.contains('@') && !authority.host().is_empty() && has_port;
-    if plain { HeaderValue::from_str(&host).ok() } else { None }
+    HostPort::of(&authority).ok()?;
+    HeaderValue::from_str(&host).ok()
 }
 
 impl NetworkSpec {
@@ -277,7 +276,20 @@ mod tests {
         assert_eq!(masked("localhost").as_deref(), Some("localhost"));
         assert_eq!(masked("localhost:${PORT}").as_deref(), Some("localhost:8000"));
         assert_eq!(masked("[::1]:80").as_deref(), Some("[::1]:80"));
-        for bad in ["", "a b", "a/b", "u@a", "a:", "a:b", "é.example", "http://a", "a\r\nx: y", "${PORT}:${PORT}:1"] {
+        for bad in [
+            "",
+            "a b",
+            "a/b",
+            "u@a",
+            "a:",
+            "a:b",
+            "a:0",
+            "a:99999",
+            "é.example",
+            "http://a",
+            "a\r\nx: y",
+            "${PORT}:${PORT}:1",
+        ] {
             assert_eq!(masked(bad), None, "{bad:?}");
             let spec = NetworkSpec { mask_request_host: Some(bad.to_owned()), ..NetworkSpec::default() };
             assert!(Settings::first(spec, hosts()).is_err(), "{bad:?}");

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use http::{Method, Uri};
-use stockade_gateway::{Stats, policy::Explanation};
+use stockade_gateway::{HostPort, Stats, policy::Explanation};
 use stockade_model::{SandboxId, SnapshotId, WorkspaceId};
 use stockade_store::NetworkRecord;
 
@@ -181,13 +181,10 @@ impl Service {
     }
 }
 
-/// Whether a URL names somewhere a guest could want to go. One with an impossible port parses as one without.
+/// Whether a URL names somewhere a guest could want to go.
 fn is_request(url: &Uri) -> bool {
-    let (Some(scheme), Some(authority)) = (url.scheme_str(), url.authority()) else { return false };
-    let without_user = authority.as_str().rsplit('@').next().unwrap_or_default();
-    ["http", "https", "tcp", "udp"].contains(&scheme)
-        && !authority.host().is_empty()
-        && (authority.port_u16().is_some() || without_user == authority.host())
+    let scheme = url.scheme_str().is_some_and(|scheme| ["http", "https", "tcp", "udp"].contains(&scheme));
+    scheme && url.authority().is_some_and(|authority| HostPort::after_user(authority).is_ok())
 }
 
 #[cfg(test)]

@@ -4,10 +4,7 @@ use http::{Request, Version, header, uri::Authority};
 use hyper::body::Incoming;
 
 use super::Session;
-use crate::{
-    policy::{Scheme, normalize_name},
-    proxy::refuse::Refusal,
-};
+use crate::{HostPort, policy::Scheme, proxy::refuse::Refusal};
 
 impl Session {
     /// The host of a request, which has to be the connection's: what it says twice has to agree.
@@ -45,21 +42,17 @@ impl Session {
     fn authority_here(&self, text: &str) -> Option<String> {
         let authority: Authority = text.parse().ok()?;
         let default = if self.scheme == Scheme::Http { 80 } else { 443 };
-        let port = match authority.port() {
-            Some(port) => port.as_str().parse().ok()?,
-            None if authority.as_str().ends_with(':') => return None,
-            None => default,
-        };
         // `user@host` is for people.
-        if port != self.target.port || authority.as_str().contains('@') {
+        let place = HostPort::of(&authority).ok()?;
+        if place.port.unwrap_or(default) != self.target.port {
             return None;
         }
-        match (&self.target.name, normalize_name(authority.host())) {
-            (Some(name), Some(said)) => (**name == *said).then_some(said),
-            (Some(_), None) => None,
+        match (&self.target.name, place.address()) {
+            (Some(name), None) => (**name == *place.host).then_some(place.host),
+            (Some(_), Some(_)) => None,
             // To an address the guest used by itself, a name can only be said, never proven.
-            (None, Some(said)) => Some(said),
-            (None, None) => (authority.host() == self.target.host()).then(|| self.target.host()),
+            (None, None) => Some(place.host),
+            (None, Some(_)) => (place.host == self.target.host()).then_some(place.host),
         }
     }
 }

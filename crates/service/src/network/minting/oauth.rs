@@ -52,7 +52,7 @@ impl OAuthClient {
     pub(crate) fn check(&self) -> Result<(), ServiceError> {
         let invalid = |problem: String| Err(ServiceError::Invalid { field: "oauth", problem });
         if let Err(problem) = check_https_url(&self.token_url) {
-            return invalid(format!("token_url is refused: {problem}"));
+            return invalid(format!("token_url {problem}"));
         }
         if self.client_id.is_empty() {
             return invalid("client_id is empty".to_owned());
