@@ -69,7 +69,7 @@ pub(crate) struct Set {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Seconds from now to its deadline, earlier or later than it was
-    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
     #[command(flatten)]
     pub(crate) rules: Rules,
@@ -99,7 +99,7 @@ pub(crate) struct Resume {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Seconds it may live from then [default: what was left of its lifetime]
-    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_RESUME_LIFETIME", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
 }
 
@@ -110,10 +110,10 @@ pub(crate) struct Snapshot {
     #[command(subcommand)]
     pub(crate) command: Option<SnapshotCommand>,
     /// The sandbox's id
-    #[arg(required = true)]
+    #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: Option<String>,
     /// A name; the newest snapshot of a name is meant by it
-    #[arg(long, env = "STOCKADE_SNAPSHOT_NAME")]
+    #[arg(long, env = "STOCKADE_SNAPSHOT_NAME", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) name: Option<String>,
     /// Label; repeatable
     #[arg(long = "label", short = 'l', value_name = "KEY=VALUE", env = "STOCKADE_LABEL", value_parser = pair)]
@@ -122,7 +122,7 @@ pub(crate) struct Snapshot {
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_EXPIRES_AFTER", value_parser = seconds)]
     pub(crate) expires_after: Option<f64>,
     /// Keep the disk alone; what is made from it boots
-    #[arg(long, env = "STOCKADE_DISK_ONLY", value_parser = FalseyValueParser::new())]
+    #[arg(long, env = "STOCKADE_SNAPSHOT_DISK_ONLY", value_parser = FalseyValueParser::new())]
     pub(crate) disk_only: bool,
 }
 
@@ -133,26 +133,28 @@ pub(crate) enum SnapshotCommand {
     #[command(visible_alias = "list")]
     Ls {
         /// Only those of this sandbox
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         sandbox: Option<String>,
         /// Only those of this name
-        #[arg(long, env = "STOCKADE_SNAPSHOT_NAME")]
+        #[arg(long, env = "STOCKADE_SNAPSHOT_LS_NAME", value_parser = NonEmptyStringValueParser::new())]
         name: Option<String>,
         /// Only those with this label; repeatable
-        #[arg(long = "label", short = 'l', value_name = "KEY=VALUE", env = "STOCKADE_LABEL", value_parser = pair)]
+        #[arg(long = "label", short = 'l', value_name = "KEY=VALUE", env = "STOCKADE_SNAPSHOT_LS_LABEL", value_parser = pair)]
         labels: Vec<(String, String)>,
         /// Print ids only
-        #[arg(long, short = 'q', env = "STOCKADE_QUIET", value_parser = FalseyValueParser::new())]
+        #[arg(long, short = 'q', env = "STOCKADE_SNAPSHOT_LS_QUIET", value_parser = FalseyValueParser::new())]
         quiet: bool,
     },
     /// Show one snapshot
     Info {
         /// Name or id
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         snapshot: String,
     },
     /// Delete snapshots; what was made from them lives on
     Rm {
         /// Their ids; of a name the newest
-        #[arg(required = true)]
+        #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
         snapshots: Vec<String>,
     },
 }
@@ -164,6 +166,7 @@ pub(crate) struct Rollback {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// A snapshot of it, or the one it was made from; name or id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) snapshot: String,
 }
 
@@ -174,13 +177,14 @@ pub(crate) struct Fork {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// How many copies; if one cannot be made, none is
-    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_FORK_COUNT", default_value_t = 1)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_FORK_COUNT", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) count: u32,
     /// Seconds each may live [default: as long as the sandbox was to]
-    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_FORK_LIFETIME", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
     /// End every copy once the command has ended in it
-    #[arg(long, conflicts_with = "keep_best", requires = "command", env = "STOCKADE_RM", value_parser = FalseyValueParser::new())]
+    #[arg(long, conflicts_with = "keep_best", requires = "command", env = "STOCKADE_FORK_RM", value_parser = FalseyValueParser::new())]
     pub(crate) rm: bool,
     /// Let the best copy take the sandbox's place and end the others: of those whose command succeeded the one
     /// with the best score, else the first
@@ -194,13 +198,13 @@ pub(crate) struct Fork {
     #[arg(long, requires = "score", env = "STOCKADE_LOWEST", value_parser = FalseyValueParser::new())]
     pub(crate) lowest: bool,
     /// Kill the command after this many seconds
-    #[arg(long, value_name = "SECONDS", env = "STOCKADE_TIMEOUT", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_FORK_TIMEOUT", value_parser = seconds)]
     pub(crate) timeout: Option<f64>,
     /// User to run as [default: the template's]
-    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_USER")]
+    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_FORK_USER")]
     pub(crate) user: Option<String>,
     /// Directory to run in [default: the user's home]
-    #[arg(long, short = 'C', value_name = "DIR", env = "STOCKADE_CWD")]
+    #[arg(long, short = 'C', value_name = "DIR", env = "STOCKADE_FORK_CWD")]
     pub(crate) cwd: Option<String>,
     /// A command to run in each copy; STOCKADE_FORK_INDEX is 0 in the first, 1 in the second, and so on
     #[arg(last = true, value_name = "COMMAND")]
@@ -211,9 +215,10 @@ pub(crate) struct Fork {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Usage {
     /// Only this sandbox's, also when it has ended
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: Option<String>,
     /// Only sandboxes with this label; repeatable
-    #[arg(long = "metadata", short = 'm', value_name = "KEY=VALUE", env = "STOCKADE_METADATA", value_parser = pair)]
+    #[arg(long = "metadata", short = 'm', value_name = "KEY=VALUE", env = "STOCKADE_USAGE_METADATA", value_parser = pair)]
     pub(crate) metadata: Vec<(String, String)>,
     /// From this time on, as in 2026-01-31T12:00:00Z
     #[arg(long, value_name = "TIME", env = "STOCKADE_FROM")]

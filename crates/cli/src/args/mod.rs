@@ -1,10 +1,13 @@
-//! What can be typed. Every option is an environment variable too: `STOCKADE_` and its name.
+//! What can be typed. Every option is an environment variable too: `STOCKADE_` and its name, with the command's name
+//! between them where another command means something else by it: what is set for one command must not change what
+//! another does. `set` and `policy set` change what is there already and listen to what is typed alone.
 
 use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{
     Arg, ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand,
-    builder::FalseyValueParser,
+    builder::{FalseyValueParser, Resettable},
+    error::ErrorKind,
 };
 
 mod lifecycle;
@@ -182,7 +185,25 @@ pub(crate) fn parse() -> Result<(Arguments, bool), ExitCode> {
 
 fn read(typed: &[OsString]) -> Result<(Arguments, bool), clap::Error> {
     let matches = command().try_get_matches_from(typed)?;
-    Ok((Arguments::from_arg_matches(&matches)?, says_json(&matches)))
+    let (arguments, json) = (Arguments::from_arg_matches(&matches)?, says_json(&matches));
+    check(&arguments.command, json)?;
+    Ok((arguments, json))
+}
+
+/// What can be said of arguments only together.
+fn check(given: &Command, json: bool) -> Result<(), clap::Error> {
+    let to_run = match given {
+        Command::Run(Run { running, .. }) | Command::Exec(Exec { running, .. }) => &running.command[..],
+        Command::Fork(Fork { command, .. }) => command,
+        _ => &[],
+    };
+    if to_run.first().is_some_and(|program| program.is_empty()) {
+        return Err(command().error(ErrorKind::ValueValidation, "the command's first word, its program, is empty"));
+    }
+    if json && matches!(given, Command::Usage(Usage { csv: true, .. })) {
+        return Err(command().error(ErrorKind::ArgumentConflict, "--csv and --json cannot be used together"));
+    }
+    Ok(())
 }
 
 /// Whether `--json` is among arguments that cannot be understood as a whole, or in the environment.
@@ -195,7 +216,14 @@ fn wants_json(typed: &[OsString]) -> bool {
 }
 
 fn command() -> clap::Command {
-    with_json(Arguments::command())
+    let command = Arguments::command().mut_subcommand("set", without_variables).mut_subcommand("policy", |policy| {
+        policy.mut_subcommand("set", without_variables).mut_subcommand("set-default", without_variables)
+    });
+    with_json(command)
+}
+
+fn without_variables(command: clap::Command) -> clap::Command {
+    command.mut_args(|argument| argument.env(Resettable::Reset))
 }
 
 fn with_json(command: clap::Command) -> clap::Command {
@@ -224,6 +252,8 @@ fn says_json(matches: &ArgMatches) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     #[test]
@@ -231,9 +261,47 @@ mod tests {
         command().debug_assert();
     }
 
+    /// A variable that is set for one command changes no other: those that stand for the same thing are listed.
+    #[test]
+    fn a_variable_means_one_thing() {
+        const SHARED: [(&str, &[&str]); 4] = [
+            (
+                "what `up` serves with, looked at by `doctor`, measured by `bench`",
+                &["HTTP", "HTTPS", "BASE_DOMAIN", "ACCEL"],
+            ),
+            (
+                "what `run` and `create` make",
+                &["TEMPLATE", "LIFETIME", "METADATA", "ALLOW_OUT", "DENY_OUT", "NO_INTERNET", "SECRET"],
+            ),
+            ("how `run` and `exec` run a command", &["ENV", "TIMEOUT", "USER", "CWD", "TTY", "NO_STDIN"]),
+            ("whose network default is shown or forgotten", &["DEFAULT_OF_TEMPLATE"]),
+        ];
+        fn collect(command: &clap::Command, path: &str, found: &mut BTreeMap<String, Vec<String>>) {
+            let path = format!("{path} {}", command.get_name());
+            for argument in command.get_arguments().filter(|argument| !argument.is_global_set()) {
+                let Some(variable) = argument.get_env() else { continue };
+                let name = variable.to_string_lossy().trim_start_matches("STOCKADE_").to_owned();
+                if name != "JSON" {
+                    found.entry(name).or_default().push(path.trim().to_owned());
+                }
+            }
+            command.get_subcommands().for_each(|command| collect(command, &path, found));
+        }
+        let mut found = BTreeMap::new();
+        collect(&command(), "", &mut found);
+        found.retain(|name, of| of.len() > 1 && !SHARED.iter().any(|(_, names)| names.contains(&name.as_str())));
+        assert_eq!(found, BTreeMap::new());
+    }
+
     #[test]
     fn every_option_is_an_environment_variable_too() {
         fn check(command: &clap::Command) {
+            // They change what is there.
+            if command.get_arguments().any(|argument| ["on_timeout", "allow_out"].contains(&argument.get_id().as_str()))
+                && ["set", "set-default"].contains(&command.get_name())
+            {
+                return;
+            }
             for argument in command.get_arguments().filter(|argument| argument.get_long().is_some()) {
                 let name = argument.get_long().unwrap_or_default();
                 if !["help", "version", "all"].contains(&name) {

@@ -37,9 +37,10 @@ pub(crate) struct Preview {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// The port in the sandbox
+    #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) port: u16,
     /// Seconds the link works
-    #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_PREVIEW_LIFETIME", value_parser = seconds)]
     pub(crate) lifetime: Option<f64>,
 }
 
@@ -50,6 +51,7 @@ pub(crate) struct Tunnel {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// The port in the sandbox
+    #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) port: u16,
     /// Where to listen here; port 0 takes a free one [default: 127.0.0.1 and the sandbox's port]
     #[arg(long, value_name = "ADDR", env = "STOCKADE_LISTEN")]
@@ -64,6 +66,7 @@ pub(crate) enum Policy {
     /// Say what would happen to a request, and why; nothing is sent
     Explain {
         /// The sandbox's id
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         sandbox: String,
         /// http://, https://, or tcp://HOST:PORT for plain TCP
         #[arg(value_name = "URL")]
@@ -79,7 +82,7 @@ pub(crate) enum Policy {
         #[command(flatten)]
         of: Template,
         /// A JSON file instead of the options below; - is standard input
-        #[arg(long, value_name = "FILE", env = "STOCKADE_POLICY_FILE",
+        #[arg(long, value_name = "FILE",
               conflicts_with_all = ["allow_out", "deny_out", "no_internet", "secrets"])]
         file: Option<PathBuf>,
         #[command(flatten)]
@@ -90,9 +93,10 @@ pub(crate) enum Policy {
     /// Change a sandbox's network as a whole, at once
     Set {
         /// The sandbox's id
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         sandbox: String,
         /// A JSON file instead of the options below; - is standard input
-        #[arg(long, value_name = "FILE", env = "STOCKADE_POLICY_FILE",
+        #[arg(long, value_name = "FILE",
               conflicts_with_all = ["allow_out", "deny_out", "no_internet", "secrets"])]
         file: Option<PathBuf>,
         #[command(flatten)]
@@ -114,6 +118,7 @@ pub(crate) enum Secret {
     /// Keep a secret, or give it its next value, read from standard input
     Set {
         /// Its name
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         name: String,
         /// Where it may be sent: a name, *.NAME, or * for everywhere; repeatable
         #[arg(long = "host", value_name = "HOST", env = "STOCKADE_SECRET_HOST", required = true)]
@@ -127,7 +132,7 @@ pub(crate) enum Secret {
     /// Forget secrets
     Rm {
         /// Their names
-        #[arg(required = true)]
+        #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
         names: Vec<String>,
     },
 }
@@ -157,13 +162,14 @@ pub(crate) struct OAuth {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Audit {
     /// Only those of this sandbox
-    #[arg(value_name = "SANDBOX")]
+    #[arg(value_name = "SANDBOX", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: Option<String>,
     /// Only those with this outcome: allow, deny or error
     #[arg(long, value_name = "VERDICT", env = "STOCKADE_VERDICT", value_parser = ["allow", "deny", "error"])]
     pub(crate) verdict: Option<String>,
     /// At most this many, the newest
-    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_AUDIT_LIMIT", default_value_t = 100)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_AUDIT_LIMIT", default_value_t = 100,
+          value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) limit: u32,
     /// Print decisions as they are made, one JSON object a line, until interrupted
     #[arg(long, short = 'f', conflicts_with = "verdict", env = "STOCKADE_FOLLOW", value_parser = FalseyValueParser::new())]

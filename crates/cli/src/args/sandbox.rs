@@ -10,7 +10,7 @@ use clap::{
 use super::{
     lifecycle::Rules,
     network::Network,
-    values::{pair, seconds},
+    values::{pair, process, seconds},
 };
 
 /// What a new sandbox is made from.
@@ -80,19 +80,19 @@ pub(crate) struct Create {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Ls {
     /// Only these states, comma separated [default: all but those that have ended]
-    #[arg(long, value_name = "STATES", env = "STOCKADE_STATE")]
+    #[arg(long, value_name = "STATES", env = "STOCKADE_LS_STATE")]
     pub(crate) state: Option<String>,
     /// Also those that have ended
-    #[arg(long, short = 'a', conflicts_with = "state", env = "STOCKADE_ALL", value_parser = FalseyValueParser::new())]
+    #[arg(long, short = 'a', conflicts_with = "state", env = "STOCKADE_LS_ALL", value_parser = FalseyValueParser::new())]
     pub(crate) all: bool,
     /// Only those made from this template
-    #[arg(long, short = 't', value_name = "TEMPLATE", env = "STOCKADE_TEMPLATE")]
+    #[arg(long, short = 't', value_name = "TEMPLATE", env = "STOCKADE_LS_TEMPLATE")]
     pub(crate) template: Option<String>,
     /// Only those with this label; repeatable
-    #[arg(long = "metadata", short = 'm', value_name = "KEY=VALUE", env = "STOCKADE_METADATA", value_parser = pair)]
+    #[arg(long = "metadata", short = 'm', value_name = "KEY=VALUE", env = "STOCKADE_LS_METADATA", value_parser = pair)]
     pub(crate) metadata: Vec<(String, String)>,
     /// Print ids only
-    #[arg(long, short = 'q', env = "STOCKADE_QUIET", value_parser = FalseyValueParser::new())]
+    #[arg(long, short = 'q', env = "STOCKADE_LS_QUIET", value_parser = FalseyValueParser::new())]
     pub(crate) quiet: bool,
 }
 
@@ -141,10 +141,10 @@ pub(crate) struct CodeRun {
     #[arg(long, value_name = "ID", env = "STOCKADE_CONTEXT")]
     pub(crate) context: Option<String>,
     /// Environment variable for this run; repeatable
-    #[arg(long = "env", short = 'e', value_name = "KEY=VALUE", env = "STOCKADE_ENV", value_parser = pair)]
+    #[arg(long = "env", short = 'e', value_name = "KEY=VALUE", env = "STOCKADE_CODE_ENV", value_parser = pair)]
     pub(crate) env: Vec<(String, String)>,
     /// Interrupt the code after this many seconds (exit code 124)
-    #[arg(long, value_name = "SECONDS", env = "STOCKADE_TIMEOUT", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "STOCKADE_CODE_TIMEOUT", value_parser = seconds)]
     pub(crate) timeout: Option<f64>,
     /// Write pictures and other results that are no text to files in this directory
     #[arg(long, value_name = "DIR", env = "STOCKADE_SAVE")]
@@ -158,10 +158,10 @@ pub(crate) struct Shell {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// User to be [default: the template's]
-    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_USER")]
+    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_SHELL_USER")]
     pub(crate) user: Option<String>,
     /// Directory to start in [default: the user's home]
-    #[arg(long, short = 'C', value_name = "DIR", env = "STOCKADE_CWD")]
+    #[arg(long, short = 'C', value_name = "DIR", env = "STOCKADE_SHELL_CWD")]
     pub(crate) cwd: Option<String>,
 }
 
@@ -172,7 +172,7 @@ pub(crate) struct Ps {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// Also those that have ended and are still known
-    #[arg(long, short = 'a', env = "STOCKADE_ALL", value_parser = FalseyValueParser::new())]
+    #[arg(long, short = 'a', env = "STOCKADE_PS_ALL", value_parser = FalseyValueParser::new())]
     pub(crate) all: bool,
 }
 
@@ -184,9 +184,10 @@ pub(crate) struct Attach {
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// The process: its pid, or tag:NAME
+    #[arg(value_parser = process)]
     pub(crate) process: String,
     /// Leave the process's standard input alone
-    #[arg(long, short = 'n', env = "STOCKADE_NO_STDIN", value_parser = FalseyValueParser::new())]
+    #[arg(long, short = 'n', env = "STOCKADE_ATTACH_NO_STDIN", value_parser = FalseyValueParser::new())]
     pub(crate) no_stdin: bool,
     /// Leave out what it wrote before
     #[arg(long, env = "STOCKADE_NO_REPLAY", value_parser = FalseyValueParser::new())]
@@ -207,7 +208,7 @@ pub(crate) struct Cp {
     #[arg(value_name = "TO")]
     pub(crate) to: OsString,
     /// With whose rights in the sandbox [default: the template's user]
-    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_USER")]
+    #[arg(long, short = 'u', value_name = "USER", env = "STOCKADE_CP_USER")]
     pub(crate) user: Option<String>,
 }
 
@@ -242,14 +243,16 @@ pub(crate) enum Template {
     /// Show one template
     Info {
         /// Name or id
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         template: String,
     },
     /// Build a template and show the build's log
     Build(TemplateBuild),
-    /// Delete a template that was built
+    /// Delete templates that were built
     Rm {
-        /// Name or id
-        template: String,
+        /// Their names or ids
+        #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
+        templates: Vec<String>,
     },
 }
 

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum, builder::FalseyValueParser};
 
-use super::values::dollars;
+use super::values::{count, dollars};
 
 /// What makes the guest's instructions run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -119,16 +119,16 @@ pub(crate) struct Doctor {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Bench {
     /// Rounds per measurement
-    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_N", default_value_t = 20)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_BENCH_N", default_value = "20", value_parser = count)]
     pub(crate) n: usize,
     /// Speak JSON; with a file, write it there
-    #[arg(long = "json", value_name = "FILE", env = "STOCKADE_JSON_FILE", num_args = 0..=1)]
+    #[arg(long = "json", value_name = "FILE", env = "STOCKADE_BENCH_JSON", num_args = 0..=1)]
     pub(crate) json_file: Option<Option<PathBuf>>,
     /// What runs the guests
     #[arg(long, value_enum, env = "STOCKADE_ACCEL", default_value = "auto")]
     pub(crate) accel: Accel,
     /// Measure nothing but the service beside N idle sandboxes; each takes some 30 MiB of this host's memory
-    #[arg(long, value_name = "N", env = "STOCKADE_IDLE")]
+    #[arg(long, value_name = "N", env = "STOCKADE_BENCH_IDLE", value_parser = count)]
     pub(crate) idle: Option<usize>,
     /// Measure nothing but E2B's SDK beside our own API, with this Python, which has e2b or e2b-code-interpreter installed
     #[arg(long, value_name = "PYTHON", env = "STOCKADE_E2B_PYTHON", conflicts_with = "idle")]

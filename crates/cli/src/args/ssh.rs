@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, builder::NonEmptyStringValueParser};
 
 use super::values::seconds;
 
@@ -10,6 +10,7 @@ use super::values::seconds;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Ssh {
     /// The sandbox's id
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: String,
     /// What `ssh` gets besides: options, then a command
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
@@ -22,6 +23,7 @@ pub(crate) enum SshKey {
     /// Let a public key open your sandboxes over SSH
     Add {
         /// What to call it
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         name: String,
         /// A .pub file; - is standard input
         file: PathBuf,
@@ -29,7 +31,7 @@ pub(crate) enum SshKey {
         #[arg(long, value_name = "SANDBOX", env = "STOCKADE_SSH_SANDBOX")]
         sandbox: Option<String>,
         /// Seconds it opens anything [default: until it is removed]
-        #[arg(long, value_name = "SECONDS", env = "STOCKADE_LIFETIME", value_parser = seconds)]
+        #[arg(long, value_name = "SECONDS", env = "STOCKADE_SSH_KEY_LIFETIME", value_parser = seconds)]
         lifetime: Option<f64>,
     },
     /// List keys
@@ -38,7 +40,7 @@ pub(crate) enum SshKey {
     /// Remove keys, by id or by name
     Rm {
         /// Their ids or names
-        #[arg(required = true)]
+        #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
         keys: Vec<String>,
     },
 }

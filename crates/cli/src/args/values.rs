@@ -36,6 +36,23 @@ pub(super) fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
+/// How many of something there are to be.
+pub(super) fn count(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err("expected a whole number over zero".to_owned()),
+    }
+}
+
+/// Which process of a sandbox.
+pub(super) fn process(text: &str) -> Result<String, String> {
+    let is_pid = text.parse::<u32>().is_ok_and(|pid| pid > 0);
+    if is_pid || text.strip_prefix("tag:").is_some_and(|tag| !tag.is_empty()) {
+        return Ok(text.to_owned());
+    }
+    Err("expected a pid or tag:NAME; `stockade ps SANDBOX` lists both".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

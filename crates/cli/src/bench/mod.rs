@@ -58,7 +58,10 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         Accel::Kvm => "kvm",
         Accel::Tcg => "tcg",
     };
-    let n = args.n.max(1);
+    let n = args.n;
+    // Not after minutes of measuring.
+    let file = args.json_file.flatten();
+    file.as_deref().map(report::check_writable).transpose()?;
     if let Some(python) = &args.e2b {
         let kernels: &[_] = match e2b::packages(python).await?.have_code_interpreter() {
             true => &["--with", "code-interpreter"],
@@ -69,7 +72,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         let host = Host::look(&server).await?;
         let measured = e2b::measure(&server, python, n, ui).await;
         server.stop().await?;
-        return tell(Report::new(host, n, measured?), args.json_file.flatten().as_deref(), ui);
+        return tell(Report::new(host, n, measured?), file.as_deref(), ui);
     }
     // First: it needs no server, and nothing else should run beside it.
     let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
@@ -79,7 +82,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     if let Some(count) = args.idle {
         let measured = crowd::measure(&server, count, n, ui).await;
         server.stop().await?;
-        return tell(Report::new(host, n, measured?), args.json_file.flatten().as_deref(), ui);
+        return tell(Report::new(host, n, measured?), file.as_deref(), ui);
     }
     let outcome = without_pool(&server, n, ui, &mut measures).await;
     server.stop().await?;
@@ -88,7 +91,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
         failed => failed,
     };
     // What was measured before something failed is worth telling.
-    let code = tell(Report::new(host, n, measures), args.json_file.flatten().as_deref(), ui)?;
+    let code = tell(Report::new(host, n, measures), file.as_deref(), ui)?;
     outcome.map(|()| code)
 }
 

@@ -9,7 +9,7 @@ use super::{
     server::Throwaway,
 };
 use crate::{
-    failure::Failure,
+    failure::{BAD_USAGE, Failure},
     ui::{Ui, table},
 };
 
@@ -107,6 +107,21 @@ impl Report {
         }
         text
     }
+}
+
+/// Whether a report can be written there. What is there stays as it is, and what is not there is not made.
+pub(super) fn check_writable(path: &Path) -> Result<(), Failure> {
+    let is_there = path.exists();
+    let opened = fs::OpenOptions::new().append(true).create(true).open(path);
+    opened.map_err(|error| {
+        Failure::host(format!("write {}", path.display()), error)
+            .hint("--json takes a file that can be written, or none: then the report goes to standard output")
+            .exit(BAD_USAGE)
+    })?;
+    if !is_there {
+        let _ = fs::remove_file(path);
+    }
+    Ok(())
 }
 
 fn row(measure: &Measure) -> Vec<String> {

@@ -180,13 +180,16 @@ mod tests {
 
     #[test]
     fn an_error_keeps_the_words_of_the_api() {
-        let body = br#"{"error":{"code":"wrong_state","message":"sandbox x is paused","hint":"look"}}"#;
+        let body = br#"{"error":{"code":"wrong_state","message":"sandbox x is creating","hint":"look"}}"#;
         let failure = error_from(StatusCode::CONFLICT, body);
         assert_eq!((failure.code.as_str(), failure.hint.as_deref()), ("wrong_state", Some("look")));
-        assert_eq!(failure.message, "sandbox x is paused");
+        assert_eq!(failure.message, "sandbox x is creating");
         // A hint at a route becomes one at a command.
         let body = br#"{"error":{"code":"sandbox_not_found","message":"sandbox x not found","hint":"GET /v1"}}"#;
         assert!(error_from(StatusCode::NOT_FOUND, body).hint.is_some_and(|hint| hint.contains("stockade ls")));
+        let body = br#"{"error":{"code":"wrong_state","message":"sandbox x is paused","hint":"POST /v1"}}"#;
+        let hint = error_from(StatusCode::CONFLICT, body).hint;
+        assert_eq!(hint.as_deref(), Some("`stockade resume x` brings it back"));
         assert_eq!(error_from(StatusCode::BAD_GATEWAY, b"<html>").code, "unexpected_answer");
     }
 }

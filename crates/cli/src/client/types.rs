@@ -28,16 +28,28 @@ impl ApiError {
     pub(super) fn into_failure(self) -> Failure {
         // Where the API names a route, a command says the same here.
         let ours = match self.code.as_str() {
-            "sandbox_not_found" => Some("`stockade ls --all` lists the sandboxes there are and were"),
-            "template_not_found" => Some("`stockade template ls` lists the templates there are"),
-            "secret_not_found" => Some("`stockade secret ls` lists the secrets there are"),
-            "no_such_process" => Some("`stockade ps --all` lists the processes that are known"),
+            "wrong_state" => way_back(&self.message),
+            "sandbox_not_found" => Some("`stockade ls --all` lists the sandboxes there are and were".to_owned()),
+            "template_not_found" => Some("`stockade template ls` lists the templates there are".to_owned()),
+            "secret_not_found" => Some("`stockade secret ls` lists the secrets there are".to_owned()),
+            "no_such_process" => Some("`stockade ps --all` lists the processes that are known".to_owned()),
             _ => None,
         };
         let mut failure = Failure::new(self.code, self.message);
-        failure.hint = ours.map(str::to_owned).or(self.hint.filter(|hint| !hint.is_empty()));
+        failure.hint = ours.or(self.hint.filter(|hint| !hint.is_empty()));
         failure
     }
+}
+
+/// What brings a sandbox back that is not running, from `sandbox ID is STATE`.
+fn way_back(message: &str) -> Option<String> {
+    let (id, state) = message.strip_prefix("sandbox ")?.split_once(" is ")?;
+    let verb = match state {
+        "paused" => "resume",
+        "stopped" => "start",
+        _ => return None,
+    };
+    Some(format!("`stockade {verb} {id}` brings it back"))
 }
 
 /// A sandbox.

@@ -94,7 +94,7 @@ pub(crate) async fn dispatch(arguments: Arguments, ui: Ui) -> Result<u8, Failure
         Command::Policy(args) => network::policy(&context(&common)?, args).await,
         Command::Secret(args) => network::secret(&context(&common)?, args).await,
         Command::Audit(args) => network::audit(&context(&common)?, args).await,
-        Command::Template(args) => template::template(&context(&common)?, args).await,
+        Command::Template(args) => return template::template(&context(&common)?, args).await,
         Command::Version => version::version(&common, ui).await,
         Command::Env(args) => env::env(&common, ui, args),
         Command::Doctor(args) => return doctor(&common, args, ui).await,

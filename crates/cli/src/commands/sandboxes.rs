@@ -63,6 +63,9 @@ pub(super) async fn extend(context: &Context, args: Extend) -> Result<(), Failur
 
 pub(super) async fn logs(context: &Context, args: One) -> Result<(), Failure> {
     let console = context.client.console(&args.sandbox).await?;
+    if console.trim().is_empty() {
+        context.ui.note("the console has nothing on it; it shows what the guest's kernel and init print, not commands");
+    }
     context.ui.data(&json!({"console": console}), || printable(&console.replace("\r\n", "\n")))
 }
 

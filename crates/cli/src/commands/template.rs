@@ -11,9 +11,16 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
 use super::{Context, sandboxes::local_time};
-use crate::{args, client::Template, copy::pack::pack, failure::Failure, ui::table};
+use crate::{
+    args,
+    client::Template,
+    copy::pack::pack,
+    failure::{FAILED, Failure},
+    ui::table,
+};
 
-pub(super) async fn template(context: &Context, args: args::Template) -> Result<(), Failure> {
+/// The exit code.
+pub(super) async fn template(context: &Context, args: args::Template) -> Result<u8, Failure> {
     match args {
         args::Template::Ls => {
             let templates = context.client.templates().await?;
@@ -27,8 +34,26 @@ pub(super) async fn template(context: &Context, args: args::Template) -> Result<
             context.ui.data(&template, || describe(&template))
         }
         args::Template::Build(args) => build(context, args).await,
-        args::Template::Rm { template } => context.client.remove_template(&template).await,
+        args::Template::Rm { templates } => return rm(context, templates).await,
+    }?;
+    Ok(0)
+}
+
+/// Deletes each; the ones that failed are named, and make the exit code 1.
+async fn rm(context: &Context, names: Vec<String>) -> Result<u8, Failure> {
+    let mut deleted = Vec::new();
+    let mut code = 0;
+    for name in names {
+        match context.client.remove_template(&name).await {
+            Ok(()) => deleted.push(name),
+            Err(failure) => {
+                context.ui.failure(&failure);
+                code = FAILED;
+            }
+        }
     }
+    context.ui.data(&json!({"deleted": deleted}), || deleted.iter().map(|name| format!("{name}\n")).collect())?;
+    Ok(code)
 }
 
 const POLL: Duration = Duration::from_millis(200);

@@ -6,9 +6,9 @@ use stockade_api::Tls;
 use stockade_service::NetworkConfig;
 use stockade_store::Archive;
 
-use super::data_dir::DataDir;
+use super::{data_dir::DataDir, engine::UNSUPPORTED};
 use crate::{
-    args::Up,
+    args::{Accel, Up},
     failure::{BAD_USAGE, Failure, chain},
 };
 
@@ -30,6 +30,9 @@ pub(super) fn check(data_dir: &Path, args: &Up) -> Result<Checked, Failure> {
     if let Some(url) = &args.archive {
         Archive::check(url).map_err(|error| bad("--archive", &error))?;
     }
+    if args.accel == Accel::Kvm {
+        check_kvm(Path::new(KVM))?;
+    }
     let network = args.network.as_deref().map(read_network).transpose()?.unwrap_or_default();
     let data_dir = DataDir::check(data_dir)?;
     let tls = match (&args.tls_cert, &args.tls_key) {
@@ -38,6 +41,25 @@ pub(super) fn check(data_dir: &Path, args: &Up) -> Result<Checked, Failure> {
     };
     tls.check(&base_domain).map_err(|error| Failure::new("cannot_serve", chain(&error)))?;
     Ok(Checked { data_dir, network, tls })
+}
+
+const KVM: &str = "/dev/kvm";
+
+/// Whether KVM can be there at all. Whether a guest really runs on it shows once there is a kernel to try it with.
+fn check_kvm(device: &Path) -> Result<(), Failure> {
+    let opened = std::fs::OpenOptions::new().read(true).write(true).open(device);
+    opened.map(drop).map_err(|error| {
+        let shown = device.display();
+        let hint = match error.kind() {
+            std::io::ErrorKind::NotFound => {
+                "load the kvm module, or enable nested virtualisation if this host is itself a virtual machine"
+            }
+            std::io::ErrorKind::PermissionDenied => "add this user to the group of the device",
+            _ => "`stockade doctor` says what this host has",
+        };
+        Failure::new(UNSUPPORTED, format!("--accel kvm cannot be honoured: {shown} cannot be opened: {error}"))
+            .hint(format!("{hint}; --accel auto emulates where there is no KVM"))
+    })
 }
 
 fn bad(option: &str, error: &dyn std::error::Error) -> Failure {

@@ -35,6 +35,7 @@ const KEY_FILE: &str = "api-key";
 #[derive(Debug)]
 pub(crate) struct DataDir {
     path: PathBuf,
+    is_new: bool,
     _lock: Flock<File>,
 }
 
@@ -58,6 +59,7 @@ impl DataDir {
     /// Makes the directory if there is none, and takes it.
     pub(crate) fn take(path: &Path) -> Result<Self, Failure> {
         let path = absolute(path)?;
+        let is_new = !path.exists();
         // Others have no business with records and keys.
         fs::DirBuilder::new().recursive(true).mode(0o711).create(&path).map_err(|error| unusable(&path, &error))?;
         let lock = take_lock(&path)?;
@@ -65,7 +67,16 @@ impl DataDir {
             let format = path.join(FORMAT_FILE);
             fs::write(&format, format!("{FORMAT}\n")).map_err(|error| unusable(&format, &error))?;
         }
-        Ok(Self { path, _lock: lock })
+        Ok(Self { path, is_new, _lock: lock })
+    }
+
+    /// Nothing can be served from here: a directory that was made just now goes again, any other stays as it is.
+    pub(crate) fn give_up(self) {
+        if self.is_new
+            && let Err(error) = fs::remove_dir_all(&self.path)
+        {
+            tracing::warn!(%error, "{} could not be removed again", self.path.display());
+        }
     }
 
     pub(crate) fn path(&self) -> &Path {

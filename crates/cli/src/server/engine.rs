@@ -12,6 +12,9 @@ use crate::{
     failure::{Failure, chain},
 };
 
+/// Code of what this host cannot do, however often it is tried.
+pub(crate) const UNSUPPORTED: &str = "host_unsupported";
+
 /// The QEMU engine with its machines in `data_dir`, booting what is in `kernel_dir`.
 pub(crate) async fn open(data_dir: &Path, kernel_dir: &Path, accel: Accel) -> Result<Arc<QemuEngine>, Failure> {
     let mut config = QemuConfig::new(data_dir, kernel_dir.join("vmlinuz"), kernel_dir.join("initramfs"));
@@ -25,10 +28,9 @@ pub(crate) async fn open(data_dir: &Path, kernel_dir: &Path, accel: Accel) -> Re
 
 /// What the engine says, with where to look.
 pub(crate) fn engine_failure(error: &EngineError) -> Failure {
-    let failure = Failure::new("engine_failed", chain(error));
     match error {
         // Its text says what mends it.
-        EngineError::Unsupported { .. } => failure,
-        _ => failure.hint("`stockade doctor` looks at everything the engine needs"),
+        EngineError::Unsupported { .. } => Failure::new(UNSUPPORTED, chain(error)),
+        _ => Failure::new("engine_failed", chain(error)).hint("`stockade doctor` looks at everything the engine needs"),
     }
 }

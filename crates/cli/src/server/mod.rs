@@ -68,6 +68,12 @@ pub(crate) async fn up(common: &Common, args: Up, ui: Ui) -> Result<(), Failure>
     let cache = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
     let mut stop = Stop::listen()?;
     let prepared = stop.or(prepare(&data_dir, &cache, &args, (store, checked.network), ui)).await;
+    if let Some(Err(failure)) = &prepared
+        && failure.code == engine::UNSUPPORTED
+    {
+        data_dir.give_up();
+        return prepared.transpose().map(drop);
+    }
     let Some(Prepared { service, accel }) = prepared.transpose()? else { return Ok(()) };
     let (ssh, endpoint) = ssh.map(|ssh| ssh.serve(service.clone())).transpose()?.unzip();
     let config = ServeConfig {

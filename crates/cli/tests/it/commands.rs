@@ -96,6 +96,27 @@ async fn templates_and_versions_are_told() {
 }
 
 #[tokio::test]
+async fn templates_that_cannot_be_removed_are_each_named() {
+    let server = TestServer::start().await;
+    let ran = run(server.stockade(&["template", "rm", "none", "base"]), b"").await;
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""));
+    assert!(ran.stderr.contains("none") && ran.stderr.contains("base"), "{}", ran.stderr);
+}
+
+#[tokio::test]
+async fn what_is_paused_for_good_is_refused_with_the_way_back() {
+    let server = TestServer::start().await;
+    let id = server.ok(&["create", "--auto-resume", "false"]).await.trim().to_owned();
+    for (down, up) in [(&["pause", &id][..], "resume"), (&["stop", &id], "start")] {
+        server.ok(down).await;
+        let ran = run(server.stockade(&["exec", &id, "--", "true"]), b"").await;
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(125), ""), "{}", ran.stderr);
+        assert!(ran.stderr.contains(&format!("hint: `stockade {up} {id}`")), "{}", ran.stderr);
+        server.ok(&[up, &id]).await;
+    }
+}
+
+#[tokio::test]
 async fn a_sandbox_is_paused_resumed_forked_and_started_from_its_snapshot() {
     let server = TestServer::start().await;
     let id = server.create().await;

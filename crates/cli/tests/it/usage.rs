@@ -25,6 +25,21 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
         &["nonsense"][..],
         &["run"],
         &["run", "--", ""][..1],
+        &["run", "--", ""],
+        &["run", "--", "", "argument"],
+        &["exec", "sbx", "--", ""],
+        &["fork", "sbx", "--", ""],
+        &["fork", "sbx", "-n", "0"],
+        &["preview", "sbx", "0"],
+        &["tunnel", "sbx", "0"],
+        &["attach", "sbx", "abc"],
+        &["attach", "sbx", "0"],
+        &["attach", "sbx", "tag:"],
+        &["audit", "-n", "0"],
+        &["bench", "-n", "0"],
+        &["bench", "--idle", "0"],
+        &["bench", "--json", "/nonexistent/report.json"],
+        &["usage", "--csv", "--json"],
         &["run", "--timeout", "-3", "--", "true"],
         &["run", "--timeout", "nan", "--", "true"],
         &["run", "--env", "no-value", "--", "true"],
@@ -33,10 +48,42 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
         &["info", ""],
         &["kill", "sbx", ""],
         &["exec", "", "--", "true"],
+        &["snapshot", ""],
+        &["snapshot", "sbx", "--name", ""],
+        &["snapshot", "rm", ""],
+        &["rollback", "sbx", ""],
+        &["template", "info", ""],
+        &["template", "rm", ""],
+        &["secret", "set", "", "--host", "a.example"],
+        &["secret", "rm", ""],
+        &["policy", "explain", "", "http://a.example"],
+        &["policy", "set", "", "--no-internet"],
+        &["ssh", ""],
+        &["ssh-key", "add", "", "file"],
+        &["ssh-key", "rm", ""],
+        &["audit", ""],
+        &["usage", ""],
     ] {
         let ran = run(stockade(arguments), b"").await;
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{arguments:?}");
-        assert!(ran.stderr.starts_with("error: "), "{}", ran.stderr);
+        let is_json = arguments.contains(&"--json") && !arguments.contains(&"bench");
+        assert!(ran.stderr.starts_with(if is_json { "{\"error\":" } else { "error: " }), "{}", ran.stderr);
+    }
+}
+
+#[tokio::test]
+async fn a_variable_for_new_sandboxes_does_not_change_what_is_there() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    let mut command = server.stockade(&["ls", "-q"]);
+    command.env("STOCKADE_TEMPLATE", "none-such").env("STOCKADE_METADATA", "who=nobody");
+    let ran = run(command, b"").await;
+    assert_eq!((ran.code, ran.stdout), (Some(0), format!("{id}\n")), "{}", ran.stderr);
+    for arguments in [&["set", &id][..], &["policy", "set", &id]] {
+        let mut command = server.stockade(arguments);
+        command.env("STOCKADE_LIFETIME", "1").env("STOCKADE_ON_TIMEOUT", "pause").env("STOCKADE_NO_INTERNET", "1");
+        let ran = run(command, b"").await;
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "nothing is said: {}", ran.stderr);
     }
 }
 
