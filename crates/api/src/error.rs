@@ -13,7 +13,7 @@ use axum::{
 };
 use serde::Serialize;
 use stockade_engine::EngineError;
-use stockade_model::SandboxId;
+use stockade_model::{SandboxId, SandboxState};
 use stockade_service::{Service, ServiceError, StateOf};
 use stockade_wire::ErrorCode;
 
@@ -195,7 +195,9 @@ impl From<ServiceError> for ApiError {
                 .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),
             ServiceError::SandboxEnded { .. } => Self::new(StatusCode::CONFLICT, "sandbox_ended", message)
                 .hint("its record tells more; create a new sandbox"),
-            ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, "wrong_state", message),
+            ServiceError::WrongState { state, .. } => {
+                Self::new(StatusCode::CONFLICT, "wrong_state", message).hint(way_on(state))
+            }
             ServiceError::Invalid { .. } => Self::invalid(message),
             ServiceError::IdempotencyConflict => Self::new(StatusCode::CONFLICT, "idempotency_conflict", message)
                 .hint("use a new Idempotency-Key for a new request"),
@@ -263,6 +265,18 @@ impl From<EngineError> for ApiError {
                     .lost_guest()
             }
         }
+    }
+}
+
+/// What to do about a sandbox that is in the wrong state.
+fn way_on(state: SandboxState) -> &'static str {
+    match state {
+        SandboxState::Paused => {
+            "POST /v1/sandboxes/{id}/resume brings it back; with \"auto_resume\": true requests do by themselves"
+        }
+        SandboxState::Stopped => "POST /v1/sandboxes/{id}/start boots it from its disk",
+        SandboxState::Creating | SandboxState::Pausing | SandboxState::Resuming => "it is on its way: try again soon",
+        _ => "",
     }
 }
 

@@ -26,12 +26,13 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
 
     async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
         check_content_type(request.headers())?;
+        let is_for_data = takes_data(request.uri().path());
         let announced =
             request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
         if announced.is_some_and(|bytes: u64| bytes > MAX_JSON_BYTES as u64) {
-            return Err(too_large());
+            return Err(too_large(is_for_data));
         }
-        let body = tokio::time::timeout(JSON_TIMEOUT, collect(request)).await.map_err(|_| {
+        let body = tokio::time::timeout(JSON_TIMEOUT, collect(request, is_for_data)).await.map_err(|_| {
             let message = format!("the body did not come within {JSON_TIMEOUT:?}");
             ApiError::new(StatusCode::REQUEST_TIMEOUT, "request_timeout", message)
         })??;
@@ -39,23 +40,31 @@ impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
     }
 }
 
-async fn collect(request: Request) -> Result<Vec<u8>, ApiError> {
+async fn collect(request: Request, is_for_data: bool) -> Result<Vec<u8>, ApiError> {
     let mut stream = request.into_body().into_data_stream();
     let mut body = Vec::new();
     while let Some(piece) = stream.next().await {
         let piece = piece.map_err(|error| ApiError::invalid("the body was cut off").caused_by(error))?;
         if body.len() + piece.len() > MAX_JSON_BYTES {
-            return Err(too_large());
+            return Err(too_large(is_for_data));
         }
         body.extend_from_slice(&piece);
     }
     Ok(body)
 }
 
-fn too_large() -> ApiError {
+fn too_large(is_for_data: bool) -> ApiError {
     let message = format!("the body is over {MAX_JSON_BYTES} bytes");
-    ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
-        .hint("send large data as a file (PUT /v1/sandboxes/{id}/files) or through stdin")
+    let hint = match is_for_data {
+        true => "send large data as a file (PUT /v1/sandboxes/{id}/files) or through stdin",
+        false => "no request of this kind needs so much: GET /v1/openapi.json says what it takes",
+    };
+    ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message).hint(hint)
+}
+
+/// Whether a route starts something that reads files and input.
+fn takes_data(path: &str) -> bool {
+    path.starts_with("/v1/sandboxes/") && ["/exec", "/run", "/code"].iter().any(|end| path.ends_with(end))
 }
 
 fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
@@ -71,8 +80,12 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
         .hint("send Content-Type: application/json"))
 }
 
-/// Parses JSON of unknown origin. Also used for the first message of a WebSocket.
-pub(crate) fn parse_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, ApiError> {
+/// Parses JSON of unknown origin, a request's body or an operator's file; the error names the field and what JSON is
+/// expected there, and repeats no value.
+///
+/// # Errors
+/// It is no JSON, or not of this type.
+pub fn parse_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, ApiError> {
     // serde would take an array for an object, its elements for the fields in their order.
     if text.trim_ascii_start().first() == Some(&b'[') {
         return Err(ApiError::invalid("expected a JSON object"));
@@ -80,16 +93,21 @@ pub(crate) fn parse_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, ApiError
     let mut deserializer = serde_json::Deserializer::from_slice(text);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();
-        json_error(&path, error.inner())
+        json_error(&path, error.inner(), is_json(text))
     })?;
-    deserializer.end().map_err(|error| json_error(".", &error))?;
+    deserializer.end().map_err(|error| json_error(".", &error, false))?;
     Ok(value)
 }
 
-fn json_error(path: &str, error: &serde_json::Error) -> ApiError {
+/// serde says of a value where it wants a variant's name that the text were no JSON.
+fn is_json(text: &[u8]) -> bool {
+    serde_json::from_slice::<serde::de::IgnoredAny>(text).is_ok()
+}
+
+fn json_error(path: &str, error: &serde_json::Error, is_json: bool) -> ApiError {
     let place = format!("at line {} column {}", error.line(), error.column());
     let field = if is_plain_path(path) { format!("{path}: ") } else { String::new() };
-    if error.classify() != serde_json::error::Category::Data {
+    if error.classify() != serde_json::error::Category::Data && !is_json {
         let code = "malformed_json";
         return ApiError::new(StatusCode::BAD_REQUEST, code, format!("{field}the body is not valid JSON {place}"));
     }
@@ -111,9 +129,10 @@ fn harmless(message: &str) -> String {
         let (name, _) = message.strip_prefix(prefix)?.split_once('`')?;
         (name.len() <= 64 && name.chars().all(is_name_char)).then_some(name)
     };
+    let without_place = |text: &str| text.rsplit_once(" at line ").map_or(text, |(text, _)| text).to_owned();
     let expected = message.rsplit_once(", expected ").map(|(_, rest)| {
-        let rest = rest.rsplit_once(" at line ").map_or(rest, |(text, _)| text);
-        format!("expected {rest}")
+        let rest = without_place(rest);
+        format!("expected {}", json_type(&rest).unwrap_or(&rest))
     });
     let starts = |prefix: &str| message.starts_with(prefix);
     if let Some(name) = name("missing field `") {
@@ -126,9 +145,39 @@ fn harmless(message: &str) -> String {
     } else if starts("invalid type") || starts("invalid value") || starts("invalid length") || starts("unknown variant")
     {
         expected.unwrap_or_else(|| "unacceptable value".into())
+    } else if starts("number out of range") {
+        "the number is out of range".into()
+    } else if starts("recursion limit") {
+        "nested too deeply".into()
+    } else if starts("expected value") {
+        "expected an object with one field, which says the kind".into()
+    } else if starts("expected ") && !starts("expected `") {
+        // A type of ours says itself what it takes.
+        without_place(message)
     } else {
         "unacceptable value".into()
     }
+}
+
+/// What JSON calls what serde expects by the name of a Rust type.
+fn json_type(expected: &str) -> Option<&'static str> {
+    let starts = |prefix: &str| expected.starts_with(prefix);
+    Some(match expected {
+        "u8" => "a whole number from 0 to 255",
+        "u16" => "a whole number from 0 to 65535",
+        "u32" | "u64" | "usize" => "a whole number that is not negative",
+        "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
+        "f32" | "f64" => "a number",
+        "a boolean" => "true or false",
+        "a sequence" => "an array",
+        "unit" => "null",
+        "a map" | "map" => "an object",
+        "string or map" => "a string or an object",
+        _ if starts("struct ") || starts("internally tagged enum ") || starts("adjacently tagged enum ") => "an object",
+        _ if starts("tuple ") || starts("an array of ") => "an array",
+        _ if starts("enum ") || starts("variant ") || starts("variant of ") => "a string or an object with one field",
+        _ => return None,
+    })
 }
 
 /// Query parameters of known names. Repeated ones are for [`QueryPairs`].
@@ -266,6 +315,15 @@ mod tests {
         env: BTreeMap<String, String>,
         #[serde(default)]
         kind: Option<Kind>,
+        #[serde(default)]
+        steps: Vec<Step>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    #[expect(dead_code, reason = "only parsed")]
+    enum Step {
+        Run { command: String },
     }
 
     #[derive(Debug, Deserialize)]
@@ -277,16 +335,28 @@ mod tests {
     #[test]
     fn errors_name_the_field_or_the_place_and_never_the_content() {
         let cases = [
-            (r#"{"count": "canary"}"#, "count: expected u32"),
+            (r#"{"count": "canary"}"#, "count: expected a whole number that is not negative"),
+            (r#"{"count": 1, "env": "canary"}"#, "env: expected an object"),
+            (r#"{"count": 1, "kind": 7}"#, "kind: expected"),
+            (r#"{"count": 1, "steps": {"canary": 1}}"#, "steps: expected an array"),
+            (r#"{"count": 1, "steps": ["canary"]}"#, "steps[0]: expected"),
+            (r#"{"count": 1, "steps": [7]}"#, "steps[0]: expected an object with one field"),
+            (r#"{"count": 1, "steps": [{"run": "canary"}]}"#, "steps[0].run: expected an object"),
+            (r#"{"count": 1, "steps": [{"run": {"command": ["canary"]}}]}"#, "steps[0].run.command: expected a string"),
+            (r#"{"count": 1, "steps": [{"run": {}}]}"#, "steps[0].run: field `command` is missing"),
+            (r#"{"count": 1, "steps": [{"walk": {}}]}"#, "expected `run`"),
             (r#"{"count": 1, "env": {"A": {"canary": 1}}}"#, "env.A: expected a string"),
             (r#"{"count": 1, "kind": "canary, expected x"}"#, "kind: expected `small`"),
-            (r#"{"count": 1, "extra": "canary"}"#, "unknown field `extra`, expected one of `count`, `env`, `kind`"),
+            (
+                r#"{"count": 1, "extra": "canary"}"#,
+                "unknown field `extra`, expected one of `count`, `env`, `kind`, `steps`",
+            ),
             (r#"{"count": 1, "canary is a secret": 1}"#, "unknown field, expected one of"),
             (r#"{"env": {"A": "canary"}}"#, "field `count` is missing"),
             (r#"{"count": canary}"#, "count: the body is not valid JSON at line 1 column 11"),
             ("{\"count\": 1,\n \"canary", "the body is not valid JSON at line 2"),
             (r#"{"count": 1} canary"#, "the body is not valid JSON at line 1 column 14"),
-            (r#""canary""#, "expected struct Body"),
+            (r#""canary""#, "expected an object"),
             (r#"[1, {"canary": ""}]"#, "expected a JSON object"),
             (r#"{"count": 1, "count": 2}"#, "field `count` is there twice"),
             ("", "the body is not valid JSON"),
@@ -296,6 +366,10 @@ mod tests {
             assert_eq!(error.status, 400);
             assert!(error.message.contains(expected), "{text}: {}", error.message);
             assert!(!error.message.contains("canary"), "{text}: {}", error.message);
+            for word in ["struct", "enum", "variant", "Body", "Step", "u32"] {
+                assert!(!error.message.contains(word), "{text}: {}", error.message);
+            }
+            assert_eq!(error.code == "malformed_json", !is_json(text.as_bytes()), "{text}: {}", error.message);
         }
     }
 

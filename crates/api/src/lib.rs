@@ -25,6 +25,7 @@ mod server;
 mod tls;
 
 pub use error::ApiError;
+pub use extract::parse_json;
 pub use hosts::SandboxHost;
 pub use openapi::document;
 pub use server::{Lifecycle, Peer, ServeConfig, ServeError, Server, SshEndpoint, check_base_domain, serve};

@@ -86,7 +86,10 @@ pub struct SshEndpoint {
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// Not a domain name.
-    #[error("{0:?} is not a base domain: use a name such as stockade.localhost, without port or scheme")]
+    #[error(
+        "{} is not a base domain: use a name such as stockade.localhost, without port or scheme",
+        stockade_model::quoted(.0)
+    )]
     BaseDomain(String),
     /// A listener has no address.
     #[error("cannot read the address of a listener")]

@@ -6,12 +6,14 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+use crate::quoted;
+
 const RANDOM_CHARS: usize = 20;
 const ALPHABET: &[u8; 36] = b"abcdefghijklmnopqrstuvwxyz0123456789";
 
 /// Why a text is not an id.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{text:?} is not a {noun} id: expected \"{prefix}\" and {RANDOM_CHARS} characters of a-z and 0-9")]
+#[error("{} is not a {noun} id: expected \"{prefix}\" and {RANDOM_CHARS} characters of a-z and 0-9", quoted(text))]
 pub struct IdError {
     text: String,
     noun: &'static str,
@@ -45,8 +47,7 @@ macro_rules! define_ids {
                 if is_id(text, $prefix) {
                     return Ok(Self(text.to_owned()));
                 }
-                let text = text.chars().take(64).collect();
-                Err(IdError { text, noun: $noun, prefix: $prefix })
+                Err(IdError { text: text.to_owned(), noun: $noun, prefix: $prefix })
             }
         }
 

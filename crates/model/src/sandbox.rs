@@ -113,7 +113,8 @@ impl SandboxState {
 /// A word that names no state.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
-    "{text:?} is not a state of a sandbox: expected {}",
+    "{} is not a state of a sandbox: expected {}",
+    crate::quoted(text),
     SandboxState::ALL.map(SandboxState::as_str).join(", ")
 )]
 pub struct UnknownState {
@@ -124,10 +125,7 @@ impl FromStr for SandboxState {
     type Err = UnknownState;
 
     fn from_str(text: &str) -> Result<Self, UnknownState> {
-        Self::ALL
-            .into_iter()
-            .find(|state| state.as_str() == text)
-            .ok_or_else(|| UnknownState { text: text.chars().take(64).collect() })
+        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| UnknownState { text: text.to_owned() })
     }
 }
 

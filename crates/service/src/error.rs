@@ -1,7 +1,7 @@
 use std::{fmt, time::Duration};
 
 use stockade_engine::EngineError;
-use stockade_model::{Ending, SandboxId, SandboxState, SnapshotId};
+use stockade_model::{Ending, NameRule, SandboxId, SandboxState, SnapshotId, quoted};
 use stockade_store::{ArchiveError, StoreError};
 
 /// Whose state is kept on the disk.
@@ -26,13 +26,13 @@ impl fmt::Display for StateOf {
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
     /// No such template in the caller's sight.
-    #[error("template {name:?} not found")]
+    #[error("template {} not found", quoted(name))]
     TemplateNotFound {
         /// As asked for.
         name: String,
     },
     /// No such sandbox in the caller's sight.
-    #[error("sandbox {id:?} not found")]
+    #[error("sandbox {} not found", quoted(id))]
     SandboxNotFound {
         /// As asked for.
         id: String,
@@ -54,31 +54,31 @@ pub enum ServiceError {
         state: SandboxState,
     },
     /// No such snapshot in the caller's sight.
-    #[error("snapshot {name:?} not found")]
+    #[error("snapshot {} not found", quoted(name))]
     SnapshotNotFound {
         /// As asked for.
         name: String,
     },
     /// No such secret in the caller's sight.
-    #[error("secret {name:?} not found")]
+    #[error("secret {} not found", quoted(name))]
     SecretNotFound {
         /// As asked for.
         name: String,
     },
     /// The workspace has a secret of this name already.
-    #[error("a secret {name:?} is there already")]
+    #[error("a secret {} is there already", quoted(name))]
     SecretExists {
         /// Which.
         name: String,
     },
     /// The secret is the operator's.
-    #[error("secret {name:?} is the operator's and cannot be changed here")]
+    #[error("secret {} is the operator's and cannot be changed here", quoted(name))]
     OperatorsSecret {
         /// As asked for.
         name: String,
     },
     /// No such SSH key in the caller's sight.
-    #[error("SSH key {id:?} not found")]
+    #[error("SSH key {} not found", quoted(id))]
     SshKeyNotFound {
         /// As asked for.
         id: String,
@@ -112,13 +112,13 @@ pub enum ServiceError {
         source: EngineError,
     },
     /// No such build in the caller's sight.
-    #[error("build {id:?} not found")]
+    #[error("build {} not found", quoted(id))]
     BuildNotFound {
         /// As asked for.
         id: String,
     },
     /// Sandboxes or snapshots need the template.
-    #[error("template {name:?} is in use by sandboxes or snapshots made from it")]
+    #[error("template {} is in use by sandboxes or snapshots made from it", quoted(name))]
     TemplateInUse {
         /// As asked for.
         name: String,
@@ -154,6 +154,11 @@ pub enum ServiceError {
     /// The store failed.
     #[error("the record could not be read or written")]
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// A name that breaks its rule.
+pub(crate) fn check_name(field: &'static str, rule: NameRule, name: &str) -> Result<(), ServiceError> {
+    rule.check(name).map_err(|bad| ServiceError::Invalid { field, problem: bad.to_string() })
 }
 
 /// What a caller waits after the database had no time for it.

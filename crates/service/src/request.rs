@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use stockade_model::{IdleRules, LifeRules};
+use stockade_model::{IdleRules, LABEL_KEY, LifeRules, quoted};
 use stockade_store::Store;
 
-use crate::{CreateSandbox, ServiceError};
+use crate::{CreateSandbox, ServiceError, error::check_name};
 
 const LONGEST_KEY: usize = 255;
 const METADATA_BYTES: usize = 64 << 10;
@@ -19,7 +19,7 @@ pub(crate) fn check(request: &CreateSandbox, longest: Duration) -> Result<(), Se
     check_labels("metadata", &request.metadata)?;
     check_pairs("env", &request.env, ENV_BYTES)?;
     if let Some(name) = request.env.keys().find(|name| name.contains('=')) {
-        return invalid("env", format!("has the name {name:?}: a name cannot contain \"=\""));
+        return invalid("env", format!("has the name {}: a name cannot contain \"=\"", quoted(name)));
     }
     if let Some(used) =
         request.network.iter().flat_map(|spec| &spec.secrets).find(|used| request.env.contains_key(&used.env))
@@ -52,7 +52,8 @@ pub(crate) fn check_longest(lifetime: Duration, longest: Duration) -> Result<(),
 
 /// Labels that can be kept.
 pub(crate) fn check_labels(field: &'static str, labels: &BTreeMap<String, String>) -> Result<(), ServiceError> {
-    check_pairs(field, labels, METADATA_BYTES)
+    check_pairs(field, labels, METADATA_BYTES)?;
+    labels.keys().try_for_each(|key| check_name(field, LABEL_KEY, key))
 }
 
 /// Rules that go down in order.
@@ -89,7 +90,7 @@ fn check_pairs(field: &'static str, pairs: &BTreeMap<String, String>, most: usiz
         return invalid(field, "has an entry without a name".to_owned());
     }
     if let Some((key, _)) = pairs.iter().find(|(key, value)| key.contains('\0') || value.contains('\0')) {
-        return invalid(field, format!("has a NUL byte in the entry {key:?}"));
+        return invalid(field, format!("has a NUL byte in the entry {}", quoted(key)));
     }
     Ok(())
 }

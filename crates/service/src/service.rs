@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use jiff::Timestamp;
 use stockade_engine::{EngineError, EngineInfo, GuestClient, Machine, MachineUsage};
 use stockade_model::{
-    EndCause, Ending, LifeRules, Lineage, Sandbox, SandboxId, SandboxState, Secret, TemplateState, Tier,
+    EndCause, Ending, LifeRules, Lineage, Sandbox, SandboxId, SandboxState, Secret, TemplateState, Tier, quoted,
 };
 use stockade_store::{
     Idempotency, IdempotencyRecord, NetworkRecord, SandboxEvent, SandboxQuery, SnapshotRecord, Store, TemplateRecord,
@@ -65,7 +65,7 @@ impl Service {
             Some(source) if request.from_disk => source.take = Take::Disk,
             None if request.from_disk => {
                 let problem =
-                    format!("{:?} is a template: only a snapshot's disk can be booted from", request.template);
+                    format!("{} is a template: only a snapshot's disk can be booted from", quoted(&request.template));
                 return Err(ServiceError::Invalid { field: "template", problem });
             }
             _ => {}
@@ -102,7 +102,9 @@ impl Service {
                 let source = template.built.as_ref().map(|built| self.source_of_template(&built.snapshot));
                 Ok((template, source, None))
             }
-            Ok(_) => Err(ServiceError::Invalid { field: "template", problem: format!("{name:?} is not ready") }),
+            Ok(_) => {
+                Err(ServiceError::Invalid { field: "template", problem: format!("{} is not ready", quoted(name)) })
+            }
             Err(unknown @ ServiceError::TemplateNotFound { .. }) => {
                 let (snapshot, source) = match self.source(who, name).await {
                     Err(ServiceError::SnapshotNotFound { .. }) => return Err(unknown),

@@ -13,7 +13,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use stockade_engine::{Machine, SnapshotScope};
-use stockade_model::{Sandbox, SandboxId, Snapshot, SnapshotId};
+use stockade_model::{SNAPSHOT_NAME, Sandbox, SandboxId, Snapshot, SnapshotId};
 use stockade_store::{SnapshotPurpose, SnapshotQuery, SnapshotRecord};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -24,13 +24,12 @@ use crate::{
     core::Core,
     create::{step, wake},
     dirs::{Kind, bytes_of},
-    error::store_error,
+    error::{check_name, store_error},
     live::{SnapshotPlan, Source, Take, Verb},
     owner::{Killer, Owner},
     pool, request,
 };
 
-const LONGEST_NAME: usize = 128;
 const LARGEST_PAGE: u32 = 1000;
 
 impl Owner {
@@ -198,7 +197,7 @@ impl Service {
 
     pub(crate) async fn snapshot_record(&self, who: &Principal, name: &str) -> Result<SnapshotRecord, ServiceError> {
         let found = self.store().snapshot(&who.workspace, name, self.handle.core.now()).await.map_err(store_error)?;
-        found.ok_or_else(|| ServiceError::SnapshotNotFound { name: name.chars().take(LONGEST_NAME).collect() })
+        found.ok_or_else(|| ServiceError::SnapshotNotFound { name: name.to_owned() })
     }
 
     /// Deletes a snapshot; returns when nothing is left of it. What was made from it lives on.
@@ -259,17 +258,9 @@ impl Service {
 
 fn check(request: &SnapshotRequest) -> Result<(), ServiceError> {
     request::check_labels("labels", &request.labels)?;
-    let invalid = |field, problem: String| Err(ServiceError::Invalid { field, problem });
-    if let Some(name) = &request.name
-        && (name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control))
-    {
-        return invalid("name", format!("must have 1 to {LONGEST_NAME} bytes and no control characters"));
-    }
-    if request.name.as_ref().is_some_and(|name| name.parse::<SnapshotId>().is_ok()) {
-        return invalid("name", "looks like a snapshot's id".to_owned());
-    }
+    request.name.as_deref().map(|name| check_name("name", SNAPSHOT_NAME, name)).transpose()?;
     if request.expires_after.is_some_and(|after| after.is_zero()) {
-        return invalid("expires_after", "must be over zero".to_owned());
+        return Err(ServiceError::Invalid { field: "expires_after", problem: "must be over zero".to_owned() });
     }
     Ok(())
 }

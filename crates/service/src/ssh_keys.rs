@@ -5,13 +5,15 @@ use std::time::Duration;
 use base64::{Engine as _, engine::general_purpose::STANDARD, engine::general_purpose::STANDARD_NO_PAD};
 use jiff::SignedDuration;
 use sha2::{Digest as _, Sha256};
-use stockade_model::{SandboxId, SshKeyId};
+use stockade_model::{SSH_KEY_NAME, SandboxId, SshKeyId, quoted};
 use stockade_store::SshKeyRecord;
 
-use crate::{Principal, Service, ServiceError, error::store_error};
+use crate::{
+    Principal, Service, ServiceError,
+    error::{check_name, store_error},
+};
 
 const MOST_KEYS: u32 = 1000;
-const LONGEST_NAME: usize = 128;
 /// The largest key of an algorithm we take has a few hundred.
 const LONGEST_KEY: usize = 2048;
 const LONGEST_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -36,10 +38,7 @@ impl Service {
     pub async fn add_ssh_key(&self, who: &Principal, request: SshKeyRequest) -> Result<SshKeyRecord, ServiceError> {
         let invalid = |field, problem: String| ServiceError::Invalid { field, problem };
         let name = request.name.trim();
-        if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
-            let problem = format!("must have 1 to {LONGEST_NAME} bytes and no control characters");
-            return Err(invalid("name", problem));
-        }
+        check_name("name", SSH_KEY_NAME, name)?;
         let key = PublicKey::parse(&request.public_key).map_err(|problem| invalid("public_key", problem))?;
         if let Some(sandbox) = &request.sandbox {
             self.get(who, sandbox).await?;
@@ -123,9 +122,9 @@ impl PublicKey {
         }
         if !ALGORITHMS.contains(&algorithm) {
             let algorithms = ALGORITHMS.join(", ");
-            let shown: String = algorithm.chars().take(40).filter(char::is_ascii_graphic).collect();
             return Err(format!(
-                "is of algorithm {shown:?}, not one of {algorithms}; `ssh-keygen -t ed25519` makes one"
+                "is of algorithm {}, not one of {algorithms}; `ssh-keygen -t ed25519` makes one",
+                quoted(algorithm)
             ));
         }
         let blob = STANDARD.decode(encoded).map_err(|_| "is not base64 after the algorithm".to_owned())?;

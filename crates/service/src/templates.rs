@@ -49,7 +49,7 @@ impl Service {
 
     pub(crate) async fn template_record(&self, who: &Principal, name: &str) -> Result<TemplateRecord, ServiceError> {
         let found = self.store().template(&who.workspace, name).await.map_err(store_error)?;
-        found.ok_or_else(|| ServiceError::TemplateNotFound { name: name.chars().take(128).collect() })
+        found.ok_or_else(|| ServiceError::TemplateNotFound { name: name.to_owned() })
     }
 
     /// Every template of every workspace, with its directory; for whoever builds and removes them.

@@ -38,7 +38,7 @@ const PARTIAL: &str = ".partial";
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
     /// The address names no store this build knows.
-    #[error("{url:?} is not an archive: expected a directory or s3://BUCKET/PREFIX")]
+    #[error("{} is not an archive: expected a directory or s3://BUCKET/PREFIX", stockade_model::quoted(url))]
     BadUrl {
         /// As given, without what may be secret.
         url: String,

@@ -8,6 +8,7 @@ use std::{collections::BTreeMap, fmt, time::Duration};
 
 use axum::{extract::State, http::HeaderMap, response::Response};
 use serde::{Deserialize, Serialize};
+use stockade_model::quoted;
 use stockade_wire::process::{Command, PtySize, StartRequest};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
@@ -165,7 +166,9 @@ fn check_env(env: &BTreeMap<String, String>) -> Result<(), ApiError> {
     }
     match env.iter().find(|(_, value)| value.contains('\0')) {
         // The name may be told, the value not.
-        Some((name, _)) => Err(ApiError::invalid(format!("the value of {name:?} in `env` contains a NUL byte"))),
+        Some((name, _)) => {
+            Err(ApiError::invalid(format!("the value of {} in `env` contains a NUL byte", quoted(name))))
+        }
         None => Ok(()),
     }
 }
@@ -225,7 +228,9 @@ mod tests {
             let error = start(&format!(r#"{{"shell":"true","timeout_seconds":{odd}}}"#)).expect_err(odd);
             assert!(error.contains("timeout_seconds: expected") && error.contains("86400"), "{odd}: {error}");
         }
-        for odd in ["NaN", "Infinity", "1e999"] {
+        let error = start(r#"{"shell":"true","timeout_seconds":1e999}"#).expect_err("not that long");
+        assert!(error.contains("timeout_seconds: the number is out of range"), "{error}");
+        for odd in ["NaN", "Infinity"] {
             let error = start(&format!(r#"{{"shell":"true","timeout_seconds":{odd}}}"#)).expect_err(odd);
             assert!(error.contains("timeout_seconds: the body is not valid JSON"), "{odd}: {error}");
         }
@@ -246,7 +251,7 @@ mod tests {
             (r#"{"shell":"a","env":{"A=B":"canary"}}"#, "a name in `env`"),
             (r#"{"shell":"a","env":{"A":"canary\u0000"}}"#, "the value of \"A\" in `env` contains a NUL byte"),
             (r#"{"shell":"a","pty":{"cols":0,"rows":1}}"#, "at least one column"),
-            (r#"{"shell":"a","pty":{"cols":70000,"rows":1}}"#, "pty.cols: expected u16"),
+            (r#"{"shell":"a","pty":{"cols":70000,"rows":1}}"#, "pty.cols: expected a whole number from 0 to 65535"),
             (r#"{"shell":"a","user":""}"#, "`user` is empty"),
             (r#"{"shell":"a","tty":true}"#, "unknown field `tty`"),
         ];

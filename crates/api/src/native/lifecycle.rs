@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use axum::{extract::State, http::StatusCode};
 use serde::{Deserialize, Serialize};
-use stockade_model::Tier;
-use stockade_service::{ForkRequest, PauseMode};
+use stockade_model::{SandboxId, SandboxState, Tier};
+use stockade_service::{ForkRequest, PauseMode, ServiceError};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
 use super::{
@@ -54,8 +54,8 @@ fn default_tier() -> Tier {
     PauseMode::default().tier
 }
 
-/// Pause a running sandbox. Answers when what is kept is durable. One in standby can be taken further down; any
-/// other that is paused is 409.
+/// Pause a running sandbox. Answers when what is kept is durable. One that is paused as asked for already stays so; one in
+/// standby can be taken further down; any other that is not running is 409.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/pause", tag = "lifecycle", params(("id" = String, Path)),
     request_body = PauseRequest, responses((status = 200, body = SandboxView))
@@ -70,8 +70,23 @@ async fn pause(
     if !memory && tier == Tier::Standby {
         return Err(ApiError::invalid("tier `standby` keeps the memory; leave out `tier` or `memory: false`"));
     }
-    let sandbox = state.service.pause(&caller.0, &sandbox_id(&id)?, PauseMode { memory, tier }).await?;
-    Ok(axum::Json(sandbox.into()))
+    down(&state, &caller, &sandbox_id(&id)?, PauseMode { memory, tier }).await
+}
+
+/// A sandbox that is where it is to be already stays there, as one that runs does when it is resumed: who repeats a request
+/// whose answer was lost gets the same answer.
+async fn down(state: &AppState, Caller(who): &Caller, id: &SandboxId, mode: PauseMode) -> Answer {
+    let refused = match state.service.pause(who, id, mode).await {
+        Ok(sandbox) => return Ok(axum::Json(sandbox.into())),
+        Err(refused @ ServiceError::WrongState { .. }) => refused,
+        Err(error) => return Err(error.into()),
+    };
+    let sandbox = state.service.get(who, id).await?;
+    let is_there = match mode {
+        PauseMode { memory: false, .. } => sandbox.state == SandboxState::Stopped,
+        PauseMode { tier, .. } => sandbox.state == SandboxState::Paused && sandbox.tier == Some(tier),
+    };
+    if is_there { Ok(axum::Json(sandbox.into())) } else { Err(refused.into()) }
 }
 
 /// How to come back.
@@ -107,14 +122,13 @@ async fn resume(
     Ok(axum::Json(sandbox.into()))
 }
 
-/// Shut a sandbox down and keep its disk.
+/// Shut a sandbox down and keep its disk. One that is stopped already stays so.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/stop", tag = "lifecycle", params(("id" = String, Path)),
     responses((status = 200, body = SandboxView))
 )]
 async fn stop(State(state): State<AppState>, caller: Caller, Path(id): Path<String>) -> Answer {
-    let sandbox = state.service.stop(&caller.0, &sandbox_id(&id)?).await?;
-    Ok(axum::Json(sandbox.into()))
+    down(&state, &caller, &sandbox_id(&id)?, PauseMode { memory: false, ..PauseMode::default() }).await
 }
 
 /// Boot a stopped sandbox from its disk; a paused one comes back as by resume.

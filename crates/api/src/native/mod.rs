@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use axum::{
     Json, Router,
     extract::{RawPathParams, Request, State, rejection::RawPathParamsRejection},
-    http::{StatusCode, header},
+    http::{StatusCode, Uri, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
 };
@@ -70,10 +70,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 pub(crate) fn router(state: AppState) -> Router {
     let (router, _) = routes().split_for_parts();
     router
-        .fallback(async || {
-            ApiError::new(StatusCode::NOT_FOUND, "no_such_route", "there is no such route")
-                .hint("GET /v1/openapi.json lists the routes")
-        })
+        .fallback(no_such_route)
         .method_not_allowed_fallback(async || {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "the route does not take this method")
                 .hint("the Allow header lists the methods it takes")
@@ -81,6 +78,15 @@ pub(crate) fn router(state: AppState) -> Router {
         .layer(middleware::from_fn_with_state(state.clone(), tell_the_end))
         .layer(middleware::from_fn_with_state(state.clone(), auth::require_key))
         .with_state(state)
+}
+
+async fn no_such_route(uri: Uri) -> ApiError {
+    let refuse = |message: &str| ApiError::new(StatusCode::NOT_FOUND, "no_such_route", message);
+    match uri.path().ends_with('/') || uri.path().contains("//") {
+        true => refuse("there is no such route: a part of the path is empty")
+            .hint("is a name or an id empty? GET /v1/openapi.json lists the routes"),
+        false => refuse("there is no such route").hint("GET /v1/openapi.json lists the routes"),
+    }
 }
 
 /// Who loses the guest because its sandbox ends is told that, whatever was being done with it.
@@ -104,10 +110,7 @@ async fn tell_the_end(
 
 /// An id from the path. What is no id is no sandbox: the same answer as for one that is not there.
 fn sandbox_id(text: &str) -> Result<SandboxId, ApiError> {
-    text.parse().map_err(|_| {
-        let shown: String = text.chars().take(64).collect();
-        stockade_service::ServiceError::SandboxNotFound { id: shown }.into()
-    })
+    text.parse().map_err(|_| stockade_service::ServiceError::SandboxNotFound { id: text.to_owned() }.into())
 }
 
 /// The guest of the sandbox in the path.

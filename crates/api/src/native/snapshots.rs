@@ -198,8 +198,7 @@ async fn delete(
     Path(snapshot): Path<String>,
 ) -> Result<StatusCode, ApiError> {
     // By id alone: which one a name means can change between a look and a delete.
-    let id: SnapshotId =
-        snapshot.parse().map_err(|_| ServiceError::SnapshotNotFound { name: snapshot.chars().take(64).collect() })?;
+    let id: SnapshotId = snapshot.parse().map_err(|_| ServiceError::SnapshotNotFound { name: snapshot.clone() })?;
     state.service.delete_snapshot(&caller.0, &id).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -123,7 +123,7 @@ async fn add(
     delete, path = "/v1/ssh-keys/{key}", tag = "ssh", params(("key" = String, Path)), responses((status = 204))
 )]
 async fn remove(State(state): State<AppState>, caller: Caller, Path(id): Path<String>) -> Result<StatusCode, ApiError> {
-    let shown = || ServiceError::SshKeyNotFound { id: id.chars().take(64).collect() };
+    let shown = || ServiceError::SshKeyNotFound { id: id.to_owned() };
     let key: SshKeyId = id.parse().map_err(|_| shown())?;
     state.service.remove_ssh_key(&caller.0, &key).await?;
     Ok(StatusCode::NO_CONTENT)

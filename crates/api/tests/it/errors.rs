@@ -70,6 +70,64 @@ async fn a_json_body_over_a_mebibyte_is_413_announced_or_not() {
 }
 
 #[tokio::test]
+async fn a_hint_fits_what_was_asked() {
+    let t = TestServer::start().await;
+    let id = t.create().await;
+    let put = async |path: &str, body: String| {
+        let request = t.request(Method::PUT, path).header("content-type", "application/json");
+        Answer::of(request.body(body)).await
+    };
+    let hint = |answer: &Answer| answer.json["error"]["hint"].as_str().unwrap_or_default().to_owned();
+    let large = json!({"value": "x".repeat(1 << 20), "hosts": ["a.example"]}).to_string();
+    let large = put("/v1/secrets/large", large).await;
+    assert_eq!((large.status.as_u16(), large.code()), (413, "body_too_large"));
+    assert!(hint(&large).contains("openapi") && !hint(&large).contains("stdin"), "{large:?}");
+    let argument = t.post(&format!("/v1/sandboxes/{id}/exec"), &json!({"argv": ["x".repeat(1 << 20)]})).await;
+    assert!(argument.status == 413 && hint(&argument).contains("stdin"), "{argument:?}");
+    let nameless = put("/v1/secrets/", json!({"value": "x", "hosts": ["a.example"]}).to_string()).await;
+    assert!(nameless.message().contains("a part of the path is empty"), "{nameless:?}");
+    assert!(!t.get("/v1/nothing").await.message().contains("empty"));
+
+    t.post(&format!("/v1/sandboxes/{id}/pause"), &json!({})).await;
+    let refused = t.run(&id, &json!({"shell": "true"})).await;
+    assert!(refused.code() == "wrong_state" && hint(&refused).contains("/resume"), "{refused:?}");
+}
+
+#[tokio::test]
+async fn names_are_refused_by_their_rule_and_long_words_are_not_repeated() {
+    let t = TestServer::start().await;
+    let id = t.create().await;
+    let long = "x".repeat(5000);
+    let snapshots = format!("/v1/sandboxes/{id}/snapshots");
+    for (path, body, told) in [
+        (&*snapshots, json!({"name": ""}), "name must have 1 to 128 bytes, no control characters: it is empty"),
+        (&snapshots, json!({"name": "a\u{1b}[2J"}), "has '\\u{1b}'"),
+        (&snapshots, json!({"name": &long}), "(5000 bytes) is longer"),
+        (&snapshots, json!({"name": &id}), "reads like an id"),
+        (&snapshots, json!({"labels": {"a\nb": "1"}}), "labels must have 1 to 256 bytes"),
+        ("/v1/sandboxes", json!({"metadata": {"a\u{7f}": "1"}}), "metadata must have 1 to 256 bytes"),
+        ("/v1/sandboxes", json!({"metadata": {&long: "1"}}), "(5000 bytes) is longer"),
+        ("/v1/sandboxes", json!({"template": &long}), "(5000 bytes) not found"),
+        (
+            "/v1/templates",
+            json!({"name": "Web", "from": "base"}),
+            "lower-case letters, digits and - _ . /: \"Web\" has 'W'",
+        ),
+        ("/v1/templates", json!({"name": "web", "tags": [&long], "from": "base"}), "(5000 bytes) is longer"),
+        ("/v1/sandboxes", json!({"network": {"allow": [&long]}}), "(5000 bytes) is no destination"),
+        ("/v1/sandboxes", json!({"network": {"allow": ["a.example:99999"]}}), "has the port \"99999\", which is none"),
+    ] {
+        let answer = t.post(path, &body).await;
+        assert!(answer.status.is_client_error() && answer.message().contains(told), "{told}: {answer:?}");
+        assert!(answer.message().len() < 400, "{answer:?}");
+    }
+    for path in ["/v1/snapshots", "/v1/templates", "/v1/secrets", "/v1/builds"] {
+        let answer = t.get(&format!("{path}/{long}")).await;
+        assert!(answer.status == 404 && answer.message().contains("… (5000 bytes) not found"), "{answer:?}");
+    }
+}
+
+#[tokio::test]
 async fn headers_are_bounded() {
     let t = TestServer::start().await;
     let many: String = (0..200).map(|index| format!("x-{index}: 1\r\n")).collect();

@@ -22,8 +22,10 @@ async fn a_sandbox_goes_down_each_way_and_comes_back_under_its_id() {
         (json!({"tier": "archived"}), "paused", json!("archived")),
         (json!({"memory": false}), "stopped", Value::Null),
     ] {
-        let paused = done(&t, &path("pause"), body).await;
+        let paused = done(&t, &path("pause"), body.clone()).await;
         assert_eq!((&paused["id"], &paused["state"], &paused["tier"]), (&json!(id), &json!(state), &tier));
+        let again = done(&t, &path("pause"), body).await;
+        assert_eq!((&again["state"], &again["tier"], &again["deadline"]), (&json!(state), &tier, &paused["deadline"]));
         let resumed = done(&t, &path("resume"), json!({"lifetime_seconds": 60})).await;
         assert_eq!(
             (&resumed["id"], &resumed["state"], &resumed["tier"]),
@@ -31,8 +33,9 @@ async fn a_sandbox_goes_down_each_way_and_comes_back_under_its_id() {
         );
     }
     assert_eq!(done(&t, &path("stop"), json!({})).await["state"], "stopped");
-    let again = t.post(&path("stop"), &json!({})).await;
-    assert_eq!((again.status.as_u16(), again.code()), (409, "wrong_state"));
+    assert_eq!(done(&t, &path("stop"), json!({})).await["state"], "stopped", "it is already");
+    let other = t.post(&path("pause"), &json!({})).await;
+    assert_eq!((other.status.as_u16(), other.code()), (409, "wrong_state"), "its memory is gone");
     assert_eq!(done(&t, &path("start"), json!({})).await["state"], "running");
     let wrong = t.post(&path("pause"), &json!({"memory": false, "tier": "standby"})).await;
     assert_eq!((wrong.status.as_u16(), wrong.code()), (400, "invalid_argument"));

@@ -8,7 +8,7 @@ use std::{path::Path, sync::Arc, time::Duration};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::de::DeserializeOwned;
-use stockade_model::Secret;
+use stockade_model::{Secret, quoted};
 
 use crate::failure::{Failure, chain};
 
@@ -117,7 +117,7 @@ impl Client {
 
 fn parse_url(text: &str) -> Result<Url, Failure> {
     let bad = |why: String| {
-        Failure::new("invalid_url", format!("{text:?} is not a server's URL: {why}"))
+        Failure::new("invalid_url", format!("{} is not a server's URL: {why}", quoted(text)))
             .hint("expected something like http://127.0.0.1:8080")
     };
     let url = Url::parse(text).map_err(|error| bad(error.to_string()))?;

@@ -23,6 +23,8 @@ use super::{
     Context,
     attend::{Attended, Output, OutputLost, Signals, Stream, code_of_signal},
 };
+use stockade_model::quoted;
+
 use crate::{
     args::Fork,
     client::{Client, ExecEvent, ExecRequest, Sandbox},
@@ -174,8 +176,7 @@ async fn score(client: &Client, sandbox: &str, request: &ExecRequest) -> Result<
     let last = text.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or_default();
     let number = last.parse().ok().filter(|score: &f64| score.is_finite());
     number.ok_or_else(|| {
-        let shown: String = last.chars().take(60).collect();
-        Failure::new("score_failed", format!("the scoring command's last line is {shown:?}, not a number"))
+        Failure::new("score_failed", format!("the scoring command's last line is {}, not a number", quoted(last)))
     })
 }
 

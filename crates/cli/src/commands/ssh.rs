@@ -21,6 +21,7 @@ use super::{
     attend::{Signals, code_of_signal},
     sandboxes::local_time,
 };
+
 use crate::{
     args,
     client::{AddSshKey, SshEndpoint, SshKey},
@@ -185,12 +186,15 @@ fn meant<'a>(keys: &'a [SshKey], word: &str) -> Result<&'a str, Failure> {
     let found: Vec<_> = keys.iter().filter(|key| key.id == word || key.name == word).collect();
     match found.as_slice() {
         [key] => Ok(&key.id),
-        [] => Err(Failure::new("ssh_key_not_found", format!("there is no SSH key {word:?}"))
+        [] => Err(Failure::new("ssh_key_not_found", format!("there is no SSH key {}", stockade_model::quoted(word)))
             .hint("`stockade ssh-key ls` shows the keys there are")),
         several => {
             let ids: Vec<_> = several.iter().map(|key| key.id.as_str()).collect();
-            Err(Failure::new("ambiguous_name", format!("{} keys are called {word:?}", several.len()))
-                .hint(format!("name one by its id: {}", ids.join(", "))))
+            Err(Failure::new(
+                "ambiguous_name",
+                format!("{} keys are called {}", several.len(), stockade_model::quoted(word)),
+            )
+            .hint(format!("name one by its id: {}", ids.join(", "))))
         }
     }
 }

@@ -68,7 +68,7 @@ fn bad(option: &str, error: &dyn std::error::Error) -> Failure {
 
 fn read_network(path: &Path) -> Result<NetworkConfig, Failure> {
     let text = std::fs::read(path).map_err(|error| Failure::host(format!("read {}", path.display()), error))?;
-    serde_json::from_slice(&text).map_err(|error| {
+    stockade_api::parse_json(&text).map_err(|error| {
         Failure::new("bad_network_file", format!("{}: {error}", path.display()))
             .hint("docs/network.md describes the file")
     })

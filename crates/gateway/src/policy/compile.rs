@@ -3,6 +3,7 @@
 use std::{collections::HashSet, fmt::Display, net::IpAddr};
 
 use ipnet::IpNet;
+use stockade_model::quoted;
 
 use super::{
     Action, Decision, DefaultAction, DnsPolicy, Floor, HttpAction, L7, OnDeny, Policy, Ports, Rule, addresses,
@@ -315,7 +316,8 @@ fn networks(field: &str, list: &[String]) -> Result<Vec<IpNet>, PolicyError> {
         .map(|(at, text)| {
             let network = text.parse::<IpNet>().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from));
             network.map(|network| network.trunc()).ok_or_else(|| {
-                let problem = format!("{text:?} is no address or network; use 203.0.114.0/24 or 2600:1f00::/24");
+                let problem =
+                    format!("{} is no address or network; use 203.0.114.0/24 or 2600:1f00::/24", quoted(text));
                 PolicyError::new(format!("{field}[{at}]"), problem)
             })
         })
@@ -325,17 +327,14 @@ fn networks(field: &str, list: &[String]) -> Result<Vec<IpNet>, PolicyError> {
 fn ports(field: &str, list: &[Ports]) -> Result<PortSet, PolicyError> {
     let mut set = Vec::new();
     for (at, ports) in list.iter().enumerate() {
-        let range = match ports {
-            Ports::One(port) => Some((*port, *port)),
-            Ports::Range(text) => match text.split_once('-') {
-                Some((first, last)) => first.trim().parse().ok().zip(last.trim().parse().ok()),
-                None => text.trim().parse().ok().map(|port| (port, port)),
-            },
-        };
-        match range {
-            Some((first, last)) if first <= last && first > 0 => set.push((first, last)),
-            _ => {
-                let problem = "is no port; use 443 or \"8000-8999\"";
+        match ports.range() {
+            Some(range) => set.push(range),
+            None => {
+                let text = match ports {
+                    Ports::One(port) => port.to_string(),
+                    Ports::Range(text) => text.clone(),
+                };
+                let problem = format!("{} is no port; use 1 to 65535, or a range such as \"8000-8999\"", quoted(&text));
                 return Err(PolicyError::new(format!("{field}[{at}]"), problem));
             }
         }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use regex::bytes::Regex;
+use stockade_model::quoted;
 
 use super::{
     CompiledPolicy, Forward, HttpAction, HttpRule, Matcher, NamedMatcher, OtherHost, Places, PolicyError, Scheme,
@@ -326,7 +327,8 @@ fn query_values(query: &str, name: &str) -> Vec<String> {
 }
 
 fn header_name(field: &str, name: &str) -> Result<HeaderName, PolicyError> {
-    HeaderName::from_bytes(name.as_bytes()).map_err(|_| PolicyError::new(field, format!("{name:?} is no header name")))
+    HeaderName::from_bytes(name.as_bytes())
+        .map_err(|_| PolicyError::new(field, format!("{} is no header name", quoted(name))))
 }
 
 fn settable_header(field: &str, name: &str) -> Result<HeaderName, PolicyError> {

@@ -140,12 +140,26 @@ pub struct Rule {
 
 /// A port or a range, written `443` or `"8000-8999"`.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, utoipa::ToSchema)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a port such as 443, or a range such as \"8000-8999\"")]
 pub enum Ports {
     /// One port.
     One(u16),
     /// `"first-last"`, or one port as text.
     Range(String),
+}
+
+impl Ports {
+    /// The first and the last, if they are ports in order.
+    pub(crate) fn range(&self) -> Option<(u16, u16)> {
+        let (first, last) = match self {
+            Self::One(port) => (*port, *port),
+            Self::Range(text) => {
+                let (first, last) = text.split_once('-').unwrap_or((text, text));
+                (first.trim().parse().ok()?, last.trim().parse().ok()?)
+            }
+        };
+        (first > 0 && first <= last).then_some((first, last))
+    }
 }
 
 /// What may be spoken on a connection.

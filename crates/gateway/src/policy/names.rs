@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use regex::bytes::Regex;
+use stockade_model::quoted;
 
 const MAX_NAME: usize = 253;
 const MAX_LABEL: usize = 63;
@@ -12,13 +13,13 @@ const MAX_REGEX_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NameError {
     /// Not a host name.
-    #[error("{0:?} is not a host name")]
+    #[error("{} is not a host name", quoted(.0))]
     NotAName(String),
     /// Not a pattern.
-    #[error("{0:?} is not a name pattern; use a.example, *.a.example, .a.example, * or ~regex")]
+    #[error("{} is not a name pattern; use a.example, *.a.example, .a.example, * or ~regex", quoted(.0))]
     NotAPattern(String),
     /// Not a regular expression we run.
-    #[error("{0:?} is not a regular expression of linear time: {1}")]
+    #[error("{} is not a regular expression of linear time: {}", quoted(.0), .1)]
     NotARegex(String, String),
 }
 
@@ -72,7 +73,7 @@ impl NamePattern {
             let ascii = idna::domain_to_ascii(part).ok()?;
             normalize_name(&ascii)
         };
-        let wrong = || NameError::NotAPattern(text.chars().take(300).collect());
+        let wrong = || NameError::NotAPattern(text.to_owned());
         if let Some(rest) = text.strip_prefix("*.") {
             return Ok(Self::Below { suffix: name(rest).ok_or_else(wrong)?, apex: false });
         }

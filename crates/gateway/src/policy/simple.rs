@@ -10,6 +10,7 @@
 //! What is closed is closed whatever else is said. A list of what is open closes everything that is not on it.
 
 use serde::{Deserialize, Serialize};
+use stockade_model::quoted;
 
 use super::{Action, DefaultAction, Policy, PolicyError, Ports, Rule, names::NamePattern};
 
@@ -56,28 +57,41 @@ fn rules(field: &str, action: Action, entries: &[String]) -> Result<Vec<Rule>, P
             l7: None,
             origin: None,
         };
-        destination(rule, entry).ok_or_else(|| {
-            let problem = format!("{entry:?} is no destination; use a.example, *.a.example:8443 or 203.0.114.0/24");
+        destination(rule, entry).map_err(|why| {
+            let problem = format!("{} {why}", quoted(entry));
             PolicyError::new(format!("{field}[{at}]"), problem)
         })
     };
     entries.iter().enumerate().map(rule).collect()
 }
 
-/// Fills in where a rule's destination is.
-fn destination(rule: Rule, entry: &str) -> Option<Rule> {
-    let (place, port) = split_port(entry);
-    let ports = match port {
-        None => Vec::new(),
-        Some(port) if !port.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-') => return None,
-        Some(port) => vec![port.parse().map_or_else(|_| Ports::Range(port.to_owned()), Ports::One)],
-    };
-    if is_network(place) {
-        return Some(Rule { cidrs: vec![place.to_owned()], ports, ..rule });
+/// Fills in where a rule's destination is; the error goes on from the entry.
+fn destination(rule: Rule, entry: &str) -> Result<Rule, String> {
+    if entry.contains("://") {
+        return Err("is a URL; use its host alone, with :PORT if need be".to_owned());
     }
+    let (place, port) = split_port(entry);
+    let is_network = is_network(place);
     // Regular expressions hold colons of their own; they belong into rules.
-    let is_name = !place.starts_with('~') && NamePattern::parse(place).is_ok();
-    is_name.then(|| Rule { names: vec![place.to_owned()], ports, ..rule })
+    if !is_network && (place.starts_with('~') || NamePattern::parse(place).is_err()) {
+        let what = if place.is_empty() && port.is_some() { "names no host" } else { "is no destination" };
+        return Err(format!("{what}; use a.example, *.a.example:8443 or 203.0.114.0/24"));
+    }
+    let ports = port.map(read_port).transpose()?.into_iter().collect();
+    let place = vec![place.to_owned()];
+    Ok(if is_network { Rule { cidrs: place, ports, ..rule } } else { Rule { names: place, ports, ..rule } })
+}
+
+fn read_port(text: &str) -> Result<Ports, String> {
+    let ports = text.parse().map_or_else(|_| Ports::Range(text.to_owned()), Ports::One);
+    // A sign or a space would be let pass by `parse`.
+    let is_plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-');
+    match ports.range().filter(|_| is_plain) {
+        Some(_) => Ok(ports),
+        None => {
+            Err(format!("has the port {}, which is none; use 1 to 65535, or a range such as 8000-8999", quoted(text)))
+        }
+    }
 }
 
 fn is_network(text: &str) -> bool {
@@ -141,8 +155,18 @@ mod tests {
                 SimplePolicy { allow: vec!["a.example".to_owned(), bad.to_owned()], ..SimplePolicy::default() };
             assert_eq!(simple.to_policy().expect_err(bad).field, "allow[1]");
         }
-        let simple = SimplePolicy { allow: vec!["a.example:99999".to_owned()], ..SimplePolicy::default() };
-        let policy = simple.to_policy().expect("read");
-        assert!(CompiledPolicy::compile(&Floor::default(), &policy).is_err(), "no port has such a number");
+        let why = |entry: &str| {
+            let simple = SimplePolicy { allow: vec![entry.to_owned()], ..SimplePolicy::default() };
+            simple.to_policy().expect_err(entry).to_string()
+        };
+        for port in ["99999", "65536", "0", "abc", "", "-1", "+1", "9-8", "0-5", "1-2-3", " 1"] {
+            let told = why(&format!("a.example:{port}"));
+            assert!(told.contains(&format!("has the port {port:?}, which is none; use 1 to 65535")), "{told}");
+        }
+        assert!(why("[2600::1]:0").contains("has the port"));
+        assert!(why(":443").contains("names no host") && why(":").contains("names no host"));
+        assert!(why("https://a.example").contains("is a URL"));
+        let long = why(&"a".repeat(5000));
+        assert!(long.len() < 300 && long.contains("… (5000 bytes) is no destination"), "{long}");
     }
 }

@@ -7,6 +7,7 @@ use stockade_engine::{
     EngineError, GuestClient,
     guest::{ByteStream, WriteFile},
 };
+use stockade_model::quoted;
 use stockade_wire::{
     ErrorCode,
     event::Event,
@@ -144,7 +145,7 @@ pub(super) async fn make_directory(guest: &GuestClient, path: &str, user: &str) 
 pub(super) async fn make_user(guest: &GuestClient, name: &str, sudo: bool) -> Result<(), String> {
     let valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_".contains(&byte);
     if name.is_empty() || name.len() > 32 || !name.bytes().all(valid) || name.starts_with('-') {
-        return Err(format!("{name:?} cannot be a user's name: 1 to 32 lower-case letters, digits, - and _"));
+        return Err(format!("{} cannot be a user's name: 1 to 32 lower-case letters, digits, - and _", quoted(name)));
     }
     script(guest, MAKE_USER, &[name, if sudo { "true" } else { "false" }]).await
 }
@@ -161,7 +162,7 @@ pub(super) struct Copying<'a> {
 pub(super) async fn copy(guest: &GuestClient, copying: &Copying<'_>) -> Result<(), String> {
     let is_mode = |mode: &str| mode.len() <= 5 && mode.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
     if !is_mode(copying.mode) {
-        return Err(format!("mode {:?} is not octal", copying.mode));
+        return Err(format!("mode {} is not octal", quoted(copying.mode)));
     }
     let there = format!("/tmp/.stockade-copy-{}", super::random_uuid());
     let file = tokio::fs::File::open(copying.archive).await.map_err(|error| format!("the upload is gone: {error}"))?;

@@ -20,11 +20,14 @@ use std::{
 };
 
 use jiff::Timestamp;
-use stockade_model::{Secret, Template, TemplateId, WorkspaceId};
+use stockade_model::{Secret, TEMPLATE_NAME, TEMPLATE_TAG, Template, TemplateId, WorkspaceId, quoted};
 use stockade_store::{DEFAULT_TAG, TemplateTag};
 use tokio::sync::Semaphore;
 
-use crate::{Principal, Service, ServiceError, error::store_error};
+use crate::{
+    Principal, Service, ServiceError,
+    error::{check_name, store_error},
+};
 
 mod guest;
 mod log;
@@ -43,7 +46,6 @@ const MOST_AT_ONCE: usize = 4;
 const MOST_KEPT: usize = 200;
 const MOST_STEPS: usize = 1000;
 const MOST_TAGS: usize = 50;
-const LONGEST_NAME: usize = 128;
 
 /// A build that is to come.
 #[derive(Clone, Debug)]
@@ -236,12 +238,12 @@ impl Build {
 impl Service {
     /// Makes room for a build; files can be uploaded for it.
     pub fn reserve_build(&self, who: &Principal, new: NewBuild) -> Result<BuildView, ServiceError> {
-        check_name(&new.name)?;
+        check_name("name", TEMPLATE_NAME, &new.name)?;
         let mut tags = new.tags;
         if tags.is_empty() {
             tags.push(DEFAULT_TAG.to_owned());
         }
-        tags.iter().try_for_each(|tag| check_tag(tag))?;
+        tags.iter().try_for_each(|tag| check_name("tags", TEMPLATE_TAG, tag))?;
         if tags.len() > MOST_TAGS {
             return invalid("tags", format!("has {} entries; {MOST_TAGS} are possible", tags.len()));
         }
@@ -327,7 +329,7 @@ impl Service {
         let known = self.handle.core.builds.lock().get(id).cloned();
         known
             .filter(|build| build.owner.workspace == who.workspace)
-            .ok_or_else(|| ServiceError::BuildNotFound { id: id.chars().take(64).collect() })
+            .ok_or_else(|| ServiceError::BuildNotFound { id: id.to_owned() })
     }
 
     /// The build that makes, or made, a template.
@@ -346,10 +348,13 @@ impl Service {
 
     /// Points tags to the template that `name` (or `name:tag`, or an id) means.
     pub async fn tag_template(&self, who: &Principal, target: &str, tags: &[String]) -> Result<Template, ServiceError> {
-        tags.iter().try_for_each(|tag| check_tag(tag))?;
+        tags.iter().try_for_each(|tag| check_name("tags", TEMPLATE_TAG, tag))?;
         let record = self.template_record(who, target).await?;
         if record.built.is_none() {
-            return invalid("target", format!("{target:?} is a template of the server; tags are for those you built"));
+            return invalid(
+                "target",
+                format!("{} is a template of the server; tags are for those you built", quoted(target)),
+            );
         }
         let template = record.template;
         let now = self.handle.core.now();
@@ -380,7 +385,7 @@ impl Service {
     pub async fn delete_template(&self, who: &Principal, name: &str) -> Result<(), ServiceError> {
         let record = self.template_record(who, name).await?;
         let Some(built) = record.built else {
-            return invalid("template", format!("{name:?} is a template of the server and stays"));
+            return invalid("template", format!("{} is a template of the server and stays", quoted(name)));
         };
         if !self.store().remove_template(&record.template.id).await.map_err(store_error)? {
             return Err(ServiceError::TemplateInUse { name: name.to_owned() });
@@ -413,27 +418,6 @@ impl Service {
 
 /// How long steps of a build are kept for later ones.
 const STEPS_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
-
-fn check_name(name: &str) -> Result<(), ServiceError> {
-    let valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_./".contains(&byte);
-    if name.is_empty() || name.len() > LONGEST_NAME || !name.bytes().all(valid) {
-        let problem = format!("must be 1 to {LONGEST_NAME} lower-case letters, digits and - _ . /");
-        return invalid("name", problem);
-    }
-    if name.parse::<TemplateId>().is_ok() {
-        return invalid("name", "looks like a template's id".to_owned());
-    }
-    Ok(())
-}
-
-fn check_tag(tag: &str) -> Result<(), ServiceError> {
-    let valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
-    if tag.is_empty() || tag.len() > LONGEST_NAME || !tag.bytes().all(valid) {
-        let problem = format!("has {tag:?}: a tag is 1 to {LONGEST_NAME} lower-case letters, digits and - _ .");
-        return invalid("tags", problem);
-    }
-    Ok(())
-}
 
 fn invalid<T>(field: &'static str, problem: String) -> Result<T, ServiceError> {
     Err(ServiceError::Invalid { field, problem })

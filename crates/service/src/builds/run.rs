@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use sha2::{Digest as _, Sha256};
 use stockade_engine::GuestClient;
-use stockade_model::{Sandbox, SnapshotId, Template, TemplateState};
+use stockade_model::{Sandbox, SnapshotId, Template, TemplateState, quoted};
 use stockade_store::{Built, SnapshotPurpose, SnapshotQuery, TemplateRecord};
 use stockade_wire::process::Command;
 
@@ -266,7 +266,7 @@ impl Builder<'_> {
         let mut known = guest::login_env(self.guest, &self.place).await?;
         for (name, value) in pairs {
             if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-                return Err(format!("{name:?} cannot be a variable's name, or its value has a NUL byte"));
+                return Err(format!("{} cannot be a variable's name, or its value has a NUL byte", quoted(name)));
             }
             let value = guest::expand(value, &known);
             known.insert(name.clone(), value.clone());

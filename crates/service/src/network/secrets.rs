@@ -10,15 +10,17 @@ use stockade_gateway::{
     broker::{self, SecretError, SecretProvider},
     policy::{NamePattern, any_matches},
 };
-use stockade_model::{Secret, WorkspaceId};
+use stockade_model::{LABEL_KEY, SECRET_NAME, Secret, WorkspaceId};
 use stockade_store::{NewSecret, SecretRecord, Store};
 use tracing::error;
 
 use super::minting::{Asked, Cache, Key, MintedSecret, Minter, OAuthClient, SharedBy};
-use crate::{Principal, Service, ServiceError, error::store_error};
+use crate::{
+    Principal, Service, ServiceError,
+    error::{check_name, store_error},
+};
 
 const MOST_HOSTS: usize = 256;
-const LONGEST_NAME: usize = 128;
 const LONGEST_VALUE: usize = 64 << 10;
 const MOST_LABELS: usize = 32;
 const LONGEST_LABEL: usize = 128;
@@ -83,12 +85,7 @@ pub struct SecretInfo {
 /// # Errors
 /// It cannot.
 pub fn check_secret_name(name: &str) -> Result<(), ServiceError> {
-    let known = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
-    if name.is_empty() || name.len() > LONGEST_NAME || !name.bytes().all(known) {
-        let problem = format!("must have 1 to {LONGEST_NAME} characters of A-Z a-z 0-9 _ - .");
-        return Err(ServiceError::Invalid { field: "name", problem });
-    }
-    Ok(())
+    check_name("name", SECRET_NAME, name)
 }
 
 fn check_hosts(hosts: &[String]) -> Result<(), ServiceError> {
@@ -108,8 +105,9 @@ fn check_metadata(metadata: &BTreeMap<String, String>) -> Result<(), ServiceErro
     if metadata.len() > MOST_LABELS {
         return invalid(format!("has {} entries, the most is {MOST_LABELS}", metadata.len()));
     }
-    if metadata.keys().any(|key| key.is_empty() || key.len() > LONGEST_LABEL) {
-        return invalid(format!("has a key that is empty or longer than {LONGEST_LABEL} bytes"));
+    metadata.keys().try_for_each(|key| check_name("metadata", LABEL_KEY, key))?;
+    if metadata.keys().any(|key| key.len() > LONGEST_LABEL) {
+        return invalid(format!("has a key that is longer than {LONGEST_LABEL} bytes"));
     }
     if metadata.values().any(|value| value.len() > LONGEST_LABEL_VALUE) {
         return invalid(format!("has a value that is longer than {LONGEST_LABEL_VALUE} bytes"));
@@ -400,5 +398,5 @@ fn minted_info(name: &str, minter: &Minter) -> SecretInfo {
 }
 
 pub(super) fn not_found(name: &str) -> ServiceError {
-    ServiceError::SecretNotFound { name: name.chars().take(LONGEST_NAME).collect() }
+    ServiceError::SecretNotFound { name: name.to_owned() }
 }

@@ -8,6 +8,7 @@ use stockade_gateway::{
     HostPort, broker,
     policy::{EgressProxy, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution},
 };
+use stockade_model::{quoted, shortened};
 
 use crate::ServiceError;
 
@@ -215,7 +216,10 @@ fn check(spec: &NetworkSpec) -> Result<(), ServiceError> {
         return invalid("takes either `policy` or `internet`, `allow` and `deny`, not both".to_owned());
     }
     if let Some(host) = spec.mask_request_host.as_ref().filter(|host| masked_host(host, 1).is_none()) {
-        return invalid(format!("mask_request_host: {host:?} is no host; use host, host:port or host:${{PORT}}"));
+        return invalid(format!(
+            "mask_request_host: {} is no host; use host, host:port or host:${{PORT}}",
+            quoted(host)
+        ));
     }
     if spec.secrets.len() > MOST_SECRETS {
         return invalid(format!("has {} secrets, the most is {MOST_SECRETS}", spec.secrets.len()));
@@ -224,10 +228,10 @@ fn check(spec: &NetworkSpec) -> Result<(), ServiceError> {
     for (at, used) in spec.secrets.iter().enumerate() {
         let is_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
         if used.env.is_empty() || used.env.starts_with(|c: char| c.is_ascii_digit()) || !used.env.bytes().all(is_name) {
-            return invalid(format!("secrets[{at}].env: {:?} is no name of an environment variable", used.env));
+            return invalid(format!("secrets[{at}].env: {} is no name of an environment variable", quoted(&used.env)));
         }
         if !seen.insert(&used.env) {
-            return invalid(format!("secrets[{at}].env: {} is there twice", used.env));
+            return invalid(format!("secrets[{at}].env: {} is there twice", shortened(&used.env)));
         }
     }
     Ok(())

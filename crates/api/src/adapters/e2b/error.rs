@@ -7,6 +7,7 @@ use axum::{
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use stockade_engine::EngineError;
+use stockade_model::shortened;
 use stockade_service::ServiceError;
 
 use crate::error::chain;
@@ -45,7 +46,10 @@ impl HttpError {
     }
 
     pub(super) fn sandbox_not_found(id: &str) -> Self {
-        Self::new(StatusCode::NOT_FOUND, format!("Sandbox \"{id}\" doesn't exist or you don't have access to it"))
+        Self::new(
+            StatusCode::NOT_FOUND,
+            format!("Sandbox \"{}\" doesn't exist or you don't have access to it", shortened(id)),
+        )
     }
 }
 
@@ -71,15 +75,17 @@ impl From<ServiceError> for HttpError {
         match error {
             ServiceError::TemplateNotFound { name } => {
                 let message = match name.split_once(':') {
-                    Some((name, tag)) => format!("tag '{tag}' does not exist for template '{name}'"),
-                    None => format!("template '{name}' not found"),
+                    Some((name, tag)) => {
+                        format!("tag '{}' does not exist for template '{}'", shortened(tag), shortened(name))
+                    }
+                    None => format!("template '{}' not found", shortened(&name)),
                 };
                 Self::new(StatusCode::NOT_FOUND, message)
             }
             ServiceError::BuildNotFound { .. } => Self::new(StatusCode::NOT_FOUND, error.to_string()),
             ServiceError::TemplateInUse { .. } => Self::bad_request(error.to_string()),
             ServiceError::SnapshotNotFound { name } => {
-                Self::new(StatusCode::NOT_FOUND, format!("snapshot '{name}' not found"))
+                Self::new(StatusCode::NOT_FOUND, format!("snapshot '{}' not found", shortened(&name)))
             }
             ServiceError::SnapshotInUse { .. } => Self::bad_request(error.to_string()),
             ServiceError::SandboxNotFound { id } => Self::sandbox_not_found(&id),

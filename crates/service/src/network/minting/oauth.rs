@@ -9,7 +9,7 @@ use oauth2::{
 };
 use serde::{Deserialize, Serialize};
 use stockade_gateway::{Asker, FetchError, Fetcher, broker, check_https_url};
-use stockade_model::Secret;
+use stockade_model::{Secret, quoted};
 
 use super::{Fresh, UNSAID_LIFETIME};
 use crate::ServiceError;
@@ -62,7 +62,7 @@ impl OAuthClient {
             return invalid(format!("takes at most {MOST_SCOPES} scopes and {LONGEST_TEXT} bytes for each text"));
         }
         match self.scopes.iter().find(|scope| scope.is_empty() || scope.contains(char::is_whitespace)) {
-            Some(scope) => invalid(format!("scopes: {scope:?} is none; list each on its own")),
+            Some(scope) => invalid(format!("scopes: {} is none; list each on its own", quoted(scope))),
             None => Ok(()),
         }
     }

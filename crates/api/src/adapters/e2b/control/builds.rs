@@ -19,7 +19,7 @@ use http::{HeaderMap, StatusCode, Uri, header};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use stockade_model::{TemplateId, WorkspaceId};
+use stockade_model::{TemplateId, WorkspaceId, shortened};
 use stockade_service::{
     BuildAction, BuildPlace, BuildPlan, BuildState, BuildStep, BuildView, LogEntry, LogLevel, NewBuild, Principal,
 };
@@ -338,7 +338,7 @@ pub(super) async fn status(
         None | Some("debug" | "info") => LogLevel::Info,
         Some("warn") => LogLevel::Warn,
         Some("error") => LogLevel::Error,
-        Some(other) => return Err(HttpError::bad_request(format!("level '{other}' is not known"))),
+        Some(other) => return Err(HttpError::bad_request(format!("level '{}' is not known", shortened(other)))),
     };
     Ok(Json(reply(view, least)))
 }

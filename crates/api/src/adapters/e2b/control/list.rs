@@ -8,7 +8,7 @@ use axum::{
 use http::{HeaderName, HeaderValue};
 use jiff::Timestamp;
 use serde::Deserialize;
-use stockade_model::{Sandbox, SandboxState};
+use stockade_model::{Sandbox, SandboxState, shortened};
 use stockade_service::{BUILD_LABEL, ListFilter, Page, Principal, ServiceError};
 
 use super::{super::error::HttpError, filter, paging, sandboxes::ListedSandbox};
@@ -49,7 +49,7 @@ impl ListQuery {
             match state {
                 "running" => states.extend(RUNNING),
                 "paused" => states.extend(PAUSED),
-                other => return Err(bad(format!("state '{other}' is neither running nor paused"))),
+                other => return Err(bad(format!("state '{}' is neither running nor paused", shortened(other)))),
             }
         }
         if states.is_empty() {
@@ -58,12 +58,12 @@ impl ListQuery {
         let ascending = match self.order.as_deref() {
             None | Some("desc") => false,
             Some("asc") => true,
-            Some(other) => return Err(bad(format!("order '{other}' is neither asc nor desc"))),
+            Some(other) => return Err(bad(format!("order '{}' is neither asc nor desc", shortened(other)))),
         };
         let started_after = self.started_after.map(|text| text.parse::<Timestamp>());
         let started_after = started_after.transpose().map_err(|error| bad(format!("startedAfter: {error}")))?;
         if let Some(template) = self.template.as_deref().filter(|template| template.contains(':')) {
-            return Err(bad(format!("template '{template}' has a tag; filter by its name or id")));
+            return Err(bad(format!("template '{}' has a tag; filter by its name or id", shortened(&template))));
         }
         let limit = paging::limit(self.limit)?;
         let filter = ListFilter {

@@ -14,7 +14,7 @@ use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use stockade_model::{OnTimeout, Sandbox, SandboxId};
+use stockade_model::{OnTimeout, Sandbox, SandboxId, shortened};
 use stockade_service::{CreateSandbox, PauseMode, Previews, Principal};
 
 use super::{
@@ -124,7 +124,7 @@ pub(super) fn template_name(text: &str) -> Result<String, HttpError> {
         None => Ok(our_name(&name).to_owned()),
         Some((name, "default")) => Ok(our_name(name).to_owned()),
         Some((name, tag)) => {
-            let message = format!("tag '{tag}' does not exist for template '{name}'");
+            let message = format!("tag '{}' does not exist for template '{}'", shortened(tag), shortened(name));
             Err(HttpError::new(StatusCode::NOT_FOUND, message))
         }
     }

@@ -149,7 +149,7 @@ async fn find(state: &AppState, who: &Principal, reference: &str) -> Result<Secr
 }
 
 fn not_found(reference: &str) -> HttpError {
-    stockade_service::ServiceError::SecretNotFound { name: reference.chars().take(LONGEST_NAME).collect() }.into()
+    stockade_service::ServiceError::SecretNotFound { name: reference.to_owned() }.into()
 }
 
 fn new_name(text: &str) -> Result<String, HttpError> {

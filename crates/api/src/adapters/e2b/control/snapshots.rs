@@ -9,7 +9,7 @@ use axum::{
 };
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use stockade_model::Snapshot;
+use stockade_model::{Snapshot, shortened};
 use stockade_service::{Principal, SnapshotFilter, SnapshotRequest, SnapshotScope};
 
 use super::{super::error::HttpError, paging, parse, sandbox_id, sandboxes::template_name};
@@ -56,7 +56,10 @@ pub(super) async fn create(
 /// A name as create will look for it.
 fn plain_name(text: &str) -> Result<String, HttpError> {
     template_name(text).map_err(|_| {
-        let message = format!("name '{text}' has a tag, which this release of Stockade does not support; leave it out");
+        let message = format!(
+            "name '{}' has a tag, which this release of Stockade does not support; leave it out",
+            shortened(text)
+        );
         HttpError::bad_request(message)
     })
 }

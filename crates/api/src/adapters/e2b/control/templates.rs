@@ -7,7 +7,7 @@ use axum::{
 use http::StatusCode;
 use jiff::Timestamp;
 use serde::Serialize;
-use stockade_model::TemplateState;
+use stockade_model::{TemplateState, shortened};
 use stockade_service::{Principal, ServiceError, TemplateTag};
 
 use super::{
@@ -139,7 +139,7 @@ pub(super) async fn alias(
             Ok(Json(AliasReply { template_id: template.id.to_string(), public: template.workspace.is_none() }))
         }
         Err(ServiceError::TemplateNotFound { .. }) => {
-            Err(HttpError::new(StatusCode::NOT_FOUND, format!("template alias '{alias}' not found")))
+            Err(HttpError::new(StatusCode::NOT_FOUND, format!("template alias '{}' not found", shortened(&alias))))
         }
         Err(error) => Err(error.into()),
     }
