@@ -63,7 +63,7 @@ impl ListQuery {
         let started_after = self.started_after.map(|text| text.parse::<Timestamp>());
         let started_after = started_after.transpose().map_err(|error| bad(format!("startedAfter: {error}")))?;
         if let Some(template) = self.template.as_deref().filter(|template| template.contains(':')) {
-            return Err(bad(format!("template '{}' has a tag; filter by its name or id", shortened(&template))));
+            return Err(bad(format!("template '{}' has a tag; filter by its name or id", shortened(template))));
         }
         let limit = paging::limit(self.limit)?;
         let filter = ListFilter {
