@@ -174,7 +174,8 @@ impl From<ServiceError> for ApiError {
         match error {
             ServiceError::TemplateNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "template_not_found", message)
                 .hint("GET /v1/templates lists the templates there are"),
-            ServiceError::SnapshotNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "snapshot_not_found", message),
+            ServiceError::SnapshotNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "snapshot_not_found", message)
+                .hint("GET /v1/snapshots lists the snapshots there are"),
             ServiceError::BuildNotFound { .. } => Self::new(StatusCode::NOT_FOUND, "build_not_found", message),
             ServiceError::TemplateInUse { .. } => Self::new(StatusCode::CONFLICT, "template_in_use", message)
                 .hint("end the sandboxes and delete the snapshots made from it first"),

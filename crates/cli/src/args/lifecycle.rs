@@ -7,7 +7,7 @@ use clap::{
     builder::{FalseyValueParser, NonEmptyStringValueParser},
 };
 
-use super::values::{pair, seconds, seconds_or_never};
+use super::values::{count, pair, seconds, seconds_or_never, snapshot_name};
 
 /// How a sandbox lives on without being asked.
 #[derive(Args, Clone, Debug)]
@@ -113,7 +113,7 @@ pub(crate) struct Snapshot {
     #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
     pub(crate) sandbox: Option<String>,
     /// A name; the newest snapshot of a name is meant by it
-    #[arg(long, env = "STOCKADE_SNAPSHOT_NAME", value_parser = NonEmptyStringValueParser::new())]
+    #[arg(long, env = "STOCKADE_SNAPSHOT_NAME", value_parser = snapshot_name)]
     pub(crate) name: Option<String>,
     /// Label; repeatable
     #[arg(long = "label", short = 'l', value_name = "KEY=VALUE", env = "STOCKADE_LABEL", value_parser = pair)]
@@ -178,7 +178,7 @@ pub(crate) struct Fork {
     pub(crate) sandbox: String,
     /// How many copies; if one cannot be made, none is
     #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_FORK_COUNT", default_value_t = 1,
-          value_parser = clap::value_parser!(u32).range(1..))]
+          value_parser = count::<u32>)]
     pub(crate) count: u32,
     /// Seconds each may live [default: as long as the sandbox was to]
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_FORK_LIFETIME", value_parser = seconds)]

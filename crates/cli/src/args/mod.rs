@@ -192,18 +192,29 @@ fn read(typed: &[OsString]) -> Result<(Arguments, bool), clap::Error> {
 
 /// What can be said of arguments only together.
 fn check(given: &Command, json: bool) -> Result<(), clap::Error> {
-    let to_run = match given {
-        Command::Run(Run { running, .. }) | Command::Exec(Exec { running, .. }) => &running.command[..],
-        Command::Fork(Fork { command, .. }) => command,
-        _ => &[],
+    let (name, to_run): (_, &[OsString]) = match given {
+        Command::Run(Run { running, .. }) => ("run", &running.command),
+        Command::Exec(Exec { running, .. }) => ("exec", &running.command),
+        Command::Fork(Fork { command, .. }) => ("fork", command),
+        Command::Usage(Usage { csv: true, .. }) if json => {
+            return Err(refuse("usage", ErrorKind::ArgumentConflict, "--csv and --json cannot be used together"));
+        }
+        _ => return Ok(()),
     };
     if to_run.first().is_some_and(|program| program.is_empty()) {
-        return Err(command().error(ErrorKind::ValueValidation, "the command's first word, its program, is empty"));
-    }
-    if json && matches!(given, Command::Usage(Usage { csv: true, .. })) {
-        return Err(command().error(ErrorKind::ArgumentConflict, "--csv and --json cannot be used together"));
+        return Err(refuse(name, ErrorKind::ValueValidation, "the first word of the command, its program, is empty"));
     }
     Ok(())
+}
+
+/// As clap refuses arguments of this command, with its usage.
+fn refuse(name: &str, kind: ErrorKind, message: &str) -> clap::Error {
+    let mut all = command();
+    all.build();
+    match all.find_subcommand_mut(name) {
+        Some(command) => command.error(kind, message),
+        None => all.error(kind, message),
+    }
 }
 
 /// Whether `--json` is among arguments that cannot be understood as a whole, or in the environment.

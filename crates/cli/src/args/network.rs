@@ -9,7 +9,7 @@ use clap::{
 
 use super::{
     sandbox::One,
-    values::{pair, seconds},
+    values::{count, pair, seconds, secret_name},
 };
 
 /// What a sandbox may reach; nothing said: as the deployment has it.
@@ -118,7 +118,7 @@ pub(crate) enum Secret {
     /// Keep a secret, or give it its next value, read from standard input
     Set {
         /// Its name
-        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        #[arg(value_parser = secret_name)]
         name: String,
         /// Where it may be sent: a name, *.NAME, or * for everywhere; repeatable
         #[arg(long = "host", value_name = "HOST", env = "STOCKADE_SECRET_HOST", required = true)]
@@ -169,7 +169,7 @@ pub(crate) struct Audit {
     pub(crate) verdict: Option<String>,
     /// At most this many, the newest
     #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_AUDIT_LIMIT", default_value_t = 100,
-          value_parser = clap::value_parser!(u32).range(1..))]
+          value_parser = count::<u32>)]
     pub(crate) limit: u32,
     /// Print decisions as they are made, one JSON object a line, until interrupted
     #[arg(long, short = 'f', conflicts_with = "verdict", env = "STOCKADE_FOLLOW", value_parser = FalseyValueParser::new())]

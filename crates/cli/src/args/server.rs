@@ -119,7 +119,7 @@ pub(crate) struct Doctor {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Bench {
     /// Rounds per measurement
-    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_BENCH_N", default_value = "20", value_parser = count)]
+    #[arg(long, short = 'n', value_name = "N", env = "STOCKADE_BENCH_N", default_value = "20", value_parser = count::<usize>)]
     pub(crate) n: usize,
     /// Speak JSON; with a file, write it there
     #[arg(long = "json", value_name = "FILE", env = "STOCKADE_BENCH_JSON", num_args = 0..=1)]
@@ -128,7 +128,7 @@ pub(crate) struct Bench {
     #[arg(long, value_enum, env = "STOCKADE_ACCEL", default_value = "auto")]
     pub(crate) accel: Accel,
     /// Measure nothing but the service beside N idle sandboxes; each takes some 30 MiB of this host's memory
-    #[arg(long, value_name = "N", env = "STOCKADE_BENCH_IDLE", value_parser = count)]
+    #[arg(long, value_name = "N", env = "STOCKADE_BENCH_IDLE", value_parser = count::<usize>)]
     pub(crate) idle: Option<usize>,
     /// Measure nothing but E2B's SDK beside our own API, with this Python, which has e2b or e2b-code-interpreter installed
     #[arg(long, value_name = "PYTHON", env = "STOCKADE_E2B_PYTHON", conflicts_with = "idle")]

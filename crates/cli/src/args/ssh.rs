@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, builder::NonEmptyStringValueParser};
 
-use super::values::seconds;
+use super::values::{seconds, ssh_key_name};
 
 /// `stockade ssh`
 #[derive(Args, Clone, Debug)]
@@ -23,7 +23,7 @@ pub(crate) enum SshKey {
     /// Let a public key open your sandboxes over SSH
     Add {
         /// What to call it
-        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        #[arg(value_parser = ssh_key_name)]
         name: String,
         /// A .pub file; - is standard input
         file: PathBuf,

@@ -1,6 +1,27 @@
 //! What stands behind an option, from text.
 
+use std::str::FromStr;
+
+use stockade_model::{NameRule, SECRET_NAME, SNAPSHOT_NAME, SSH_KEY_NAME};
+
 use super::lifecycle::Idle;
+
+pub(super) fn snapshot_name(text: &str) -> Result<String, String> {
+    name(SNAPSHOT_NAME, text)
+}
+
+pub(super) fn secret_name(text: &str) -> Result<String, String> {
+    name(SECRET_NAME, text)
+}
+
+pub(super) fn ssh_key_name(text: &str) -> Result<String, String> {
+    name(SSH_KEY_NAME, text)
+}
+
+/// A new name, by the server's own rule: some of what it refuses would not even reach it in a URL.
+fn name(rule: NameRule, text: &str) -> Result<String, String> {
+    rule.check(text).map(|()| text.to_owned()).map_err(|bad| bad.to_string())
+}
 
 pub(super) fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
@@ -37,9 +58,9 @@ pub(super) fn seconds(text: &str) -> Result<f64, String> {
 }
 
 /// How many of something there are to be.
-pub(super) fn count(text: &str) -> Result<usize, String> {
-    match text.parse::<usize>() {
-        Ok(count) if count > 0 => Ok(count),
+pub(super) fn count<N: FromStr + Default + PartialOrd>(text: &str) -> Result<N, String> {
+    match text.parse() {
+        Ok(count) if count > N::default() => Ok(count),
         _ => Err("expected a whole number over zero".to_owned()),
     }
 }

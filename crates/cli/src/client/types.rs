@@ -31,6 +31,7 @@ impl ApiError {
             "wrong_state" => way_back(&self.message),
             "sandbox_not_found" => Some("`stockade ls --all` lists the sandboxes there are and were".to_owned()),
             "template_not_found" => Some("`stockade template ls` lists the templates there are".to_owned()),
+            "snapshot_not_found" => Some("`stockade snapshot ls` lists the snapshots there are".to_owned()),
             "secret_not_found" => Some("`stockade secret ls` lists the secrets there are".to_owned()),
             "no_such_process" => Some("`stockade ps --all` lists the processes that are known".to_owned()),
             _ => None,

@@ -67,8 +67,14 @@ async fn build(context: &Context, args: args::TemplateBuild) -> Result<(), Failu
         fs::File::open(&args.spec).and_then(|mut file| file.read_to_string(&mut text).map(drop))
     };
     read.map_err(|error| Failure::host(format!("read {}", args.spec.display()), error))?;
-    let mut spec: Value = serde_json::from_str(&text)
-        .map_err(|error| Failure::new("invalid_spec", format!("{} is not JSON: {error}", args.spec.display())))?;
+    let mut spec: Value = serde_json::from_str(&text).map_err(|error| {
+        Failure::new("invalid_spec", format!("{} is not JSON: {error}", args.spec.display()))
+            .hint("`stockade template build --help` shows a spec")
+    })?;
+    if !spec.is_object() {
+        let message = format!("{} does not hold a JSON object", args.spec.display());
+        return Err(Failure::new("invalid_spec", message).hint("`stockade template build --help` shows a spec"));
+    }
     if args.force {
         spec["force"] = Value::Bool(true);
     }

@@ -91,7 +91,9 @@ fn line(check: &Check) -> String {
         Verdict::Warn => "warn",
         Verdict::Fail => "fail",
     };
-    let mut line = format!("{verdict:<5} {:<11} {}\n", check.name, check.finding);
+    // What a program said may be several lines; a check is one.
+    let finding: Vec<_> = check.finding.lines().map(str::trim).collect();
+    let mut line = format!("{verdict:<5} {:<11} {}\n", check.name, finding.join(" "));
     if let Some(remedy) = &check.remedy {
         line.push_str(&format!("{:18}mend: {remedy}\n", ""));
     }

@@ -117,6 +117,20 @@ async fn what_is_paused_for_good_is_refused_with_the_way_back() {
 }
 
 #[tokio::test]
+async fn a_spec_that_is_no_object_is_refused() {
+    let server = TestServer::start().await;
+    for spec in ["[1]", "\"a\"", "7", "null", "{"] {
+        for force in [&[][..], &["--force"]] {
+            let ran =
+                run(server.stockade(&[&["template", "build", "-", "--json"], force].concat()), spec.as_bytes()).await;
+            assert_eq!(ran.code, Some(1), "{spec}: {}", ran.stderr);
+            let error: Value = serde_json::from_str(&ran.stderr).expect("JSON");
+            assert_eq!(error["error"]["code"], "invalid_spec", "{error}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_sandbox_is_paused_resumed_forked_and_started_from_its_snapshot() {
     let server = TestServer::start().await;
     let id = server.create().await;

@@ -56,6 +56,10 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
         &["template", "rm", ""],
         &["secret", "set", "", "--host", "a.example"],
         &["secret", "rm", ""],
+        &["secret", "set", "..", "--host", "a.example"],
+        &["secret", "set", "a b", "--host", "a.example"],
+        &["snapshot", "sbx", "--name", "a\u{1b}"],
+        &["snapshot", "sbx", "--name", "sbxaaaaaaaaaaaaaaaaaaaa"],
         &["policy", "explain", "", "http://a.example"],
         &["policy", "set", "", "--no-internet"],
         &["ssh", ""],
@@ -68,6 +72,17 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{arguments:?}");
         let is_json = arguments.contains(&"--json") && !arguments.contains(&"bench");
         assert!(ran.stderr.starts_with(if is_json { "{\"error\":" } else { "error: " }), "{}", ran.stderr);
+    }
+}
+
+#[tokio::test]
+async fn an_empty_command_is_refused_with_the_usage_of_what_was_typed() {
+    for (arguments, usage) in [
+        (&["run", "--", ""][..], "Usage: stockade run [OPTIONS] -- <COMMAND>..."),
+        (&["exec", "sbx", "--", ""], "Usage: stockade exec [OPTIONS] <SANDBOX> -- <COMMAND>..."),
+    ] {
+        let ran = run(stockade(arguments), b"").await;
+        assert!(ran.stderr.contains(usage), "{}", ran.stderr);
     }
 }
 
