@@ -103,6 +103,15 @@ async fn what_is_wrong_is_refused_and_changes_nothing() {
 }
 
 #[tokio::test]
+async fn a_value_of_the_wrong_type_is_not_repeated() {
+    let t = TestServer::start().await;
+    let refused = create(&t, json!({"name": "key", "value": 424_242})).await;
+    assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+    let message = refused.json["message"].as_str().expect("a message");
+    assert!(message.contains("value: expected a string") && !message.contains("424242"), "{message}");
+}
+
+#[tokio::test]
 async fn pages_hold_each_secret_once() {
     let t = TestServer::start().await;
     for name in ["c", "a", "e", "b", "d"] {

@@ -23,6 +23,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use tokio_util::codec::Decoder;
 
 use super::envd::Caller;
+use crate::parse_json;
 
 /// Largest message we take. Input to a process comes in one message each.
 pub(super) const MAX_MESSAGE_BYTES: usize = 16 << 20;
@@ -345,7 +346,7 @@ pub(super) fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, ConnectEr
 }
 
 fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<T, ConnectError> {
-    serde_json::from_slice(json)
+    parse_json(json)
         .map_err(|error| ConnectError::new(Code::InvalidArgument, format!("the message is malformed: {error}")))
 }
 

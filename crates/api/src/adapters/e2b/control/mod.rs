@@ -14,7 +14,7 @@ use stockade_model::SandboxId;
 use tower_http::cors::CorsLayer;
 
 use super::error::HttpError;
-use crate::AppState;
+use crate::{AppState, parse_json};
 
 mod builds;
 mod filter;
@@ -104,11 +104,10 @@ async fn fallback(method: Method, uri: Uri) -> HttpError {
     })
 }
 
-/// A JSON body; an empty one counts as `{}`. Unknown fields and wrong types are named.
+/// A JSON body; an empty one counts as `{}`. Unknown fields and wrong types are named, values are not: they may be secrets.
 fn parse<T: DeserializeOwned>(body: &Bytes) -> Result<T, HttpError> {
     let text: &[u8] = if body.is_empty() { b"{}" } else { body };
-    serde_json::from_slice(text)
-        .map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))
+    parse_json(text).map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))
 }
 
 /// An id from a path: `<id>` or, as older clients write it, `<id>-<client id>`.

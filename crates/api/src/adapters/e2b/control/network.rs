@@ -335,8 +335,8 @@ pub(super) async fn update(
         return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox '{id}' is not running")));
     }
     let Update { allow_internet_access, network } = parse(&body)?;
-    let mut network: Network = serde_json::from_value(Value::Object(network.into_iter().collect()))
-        .map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))?;
+    let network = Value::Object(network.into_iter().collect());
+    let mut network: Network = parse(&network.to_string().into())?;
     if network.allow_public_traffic.is_some() || network.mask_request_host.is_some() {
         let message = "allowPublicTraffic and maskRequestHost are set when the sandbox is made and cannot be changed";
         return Err(HttpError::bad_request(message));
