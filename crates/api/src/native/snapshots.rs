@@ -26,7 +26,7 @@ pub(super) fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 struct SnapshotCreateRequest {
-    /// A name; the newest snapshot of a name is meant by it.
+    /// A name; the newest snapshot of a name is meant by it. 1 to 128 bytes without control characters, and no id.
     name: Option<String>,
     /// Labels of your choice.
     #[serde(default)]

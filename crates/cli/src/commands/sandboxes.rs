@@ -95,10 +95,14 @@ pub(super) async fn kill(context: &Context, args: Kill) -> Result<u8, Failure> {
 
 fn describe(sandbox: &Sandbox) -> String {
     let shape = &sandbox.shape;
+    let state = match sandbox.field("tier").as_str() {
+        Some(tier) => format!("{} ({})", sandbox.state, printable(tier)),
+        None => sandbox.state.clone(),
+    };
     let mut lines = vec![
         ("id", sandbox.id.clone()),
         ("template", format!("{} ({})", sandbox.template.name, sandbox.template.id)),
-        ("state", sandbox.state.clone()),
+        ("state", state),
         ("shape", format!("{} vCPU, {} MiB memory, {} MiB disk", shape.vcpus, shape.memory_mib, shape.disk_mib)),
         ("created", local_time(&sandbox.created_at)),
         ("started", sandbox.started_at.as_deref().map_or_else(|| "-".to_owned(), local_time)),

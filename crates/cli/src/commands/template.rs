@@ -66,13 +66,17 @@ async fn build(context: &Context, args: args::TemplateBuild) -> Result<(), Failu
     } else {
         fs::File::open(&args.spec).and_then(|mut file| file.read_to_string(&mut text).map(drop))
     };
-    read.map_err(|error| Failure::host(format!("read {}", args.spec.display()), error))?;
+    let source = match args.spec.as_os_str() == "-" {
+        true => "standard input".to_owned(),
+        false => args.spec.display().to_string(),
+    };
+    read.map_err(|error| Failure::host(format!("read {source}"), error))?;
     let mut spec: Value = serde_json::from_str(&text).map_err(|error| {
-        Failure::new("invalid_spec", format!("{} is not JSON: {error}", args.spec.display()))
+        Failure::new("invalid_spec", format!("{source} is not JSON: {error}"))
             .hint("`stockade template build --help` shows a spec")
     })?;
     if !spec.is_object() {
-        let message = format!("{} does not hold a JSON object", args.spec.display());
+        let message = format!("{source} does not hold a JSON object");
         return Err(Failure::new("invalid_spec", message).hint("`stockade template build --help` shows a spec"));
     }
     if args.force {

@@ -134,12 +134,17 @@ async fn a_spec_that_is_no_object_is_refused() {
 async fn a_sandbox_is_paused_resumed_forked_and_started_from_its_snapshot() {
     let server = TestServer::start().await;
     let id = server.create().await;
-    let ways =
-        [(&["--standby"][..], "paused"), (&[], "paused"), (&["--archive"], "paused"), (&["--disk-only"], "stopped")];
-    for (arguments, state) in ways {
+    let ways = [
+        (&["--standby"][..], "paused", "paused (standby)"),
+        (&[], "paused", "paused (hibernated)"),
+        (&["--archive"], "paused", "paused (archived)"),
+        (&["--disk-only"], "stopped", "stopped"),
+    ];
+    for (arguments, state, told) in ways {
         let pause = [&["pause", &id], arguments].concat();
         assert_eq!(server.ok(&pause).await.trim(), state);
         assert_eq!(server.ok(&["ls", "-q", "--state", state]).await, format!("{id}\n"));
+        assert!(server.ok(&["info", &id]).await.contains(&format!("state     {told}\n")), "{told}");
         assert!(server.ok(&["resume", &id, "--lifetime", "60"]).await.starts_with("deadline "));
         assert_eq!(server.ok(&["ls", "-q", "--state", "running"]).await, format!("{id}\n"));
     }
