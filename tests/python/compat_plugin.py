@@ -1,9 +1,13 @@
-"""Records which public methods of the E2B SDKs the passing tests call: `pytest -p compat_plugin`.
+"""Records what of the E2B SDKs the passing tests use: `pytest -p compat_plugin`.
 
-Every public method of the SDK's classes is wrapped; what a test calls counts as covered once the test has passed.
-The result goes to the file `STOCKADE_COMPAT_OUT` names:
+Every public method of the SDK's classes is wrapped; what a test calls, and each option it sets, counts as covered once
+the test has passed. The result goes to the file `STOCKADE_COMPAT_OUT` names:
 
-    {"sdk": "e2b 2.63.0", "methods": {"Sandbox.create": "tested", "Git.clone": "untested", ...}}
+    {"sdk": "e2b 2.63.0",
+     "methods": {"Sandbox.create": "tested", "Git.clone": "untested", ...},
+     "options": {"Sandbox.create(timeout)": "tested", ...}}
+
+An option is a parameter with a default. Those that every method has for the connection itself are left out.
 """
 
 import functools
@@ -38,15 +42,37 @@ CLASSES = {
     "AsyncSandbox.git": ("e2b.sandbox_async.git", "Git"),
     "AsyncCommandHandle": ("e2b.sandbox_async.commands.command_handle", "AsyncCommandHandle"),
     "AsyncWatchHandle": ("e2b.sandbox_async.filesystem.watch_handle", "AsyncWatchHandle"),
+    "AsyncCommandInputHandle": ("e2b", "AsyncCommandInputHandle"),
+    "TemplateBuilder": ("e2b.template.main", "TemplateBuilder"),
+    "SandboxPaginator": ("e2b", "SandboxPaginator"),
+    "AsyncSandboxPaginator": ("e2b", "AsyncSandboxPaginator"),
+    "SnapshotPaginator": ("e2b", "SnapshotPaginator"),
+    "AsyncSnapshotPaginator": ("e2b", "AsyncSnapshotPaginator"),
+    "SecretPaginator": ("e2b", "SecretPaginator"),
+    "AsyncSecretPaginator": ("e2b", "AsyncSecretPaginator"),
 }
 
-called, passed, known = set(), set(), {}
+# The client's own, and the same for every method.
+EVERYWHERE = {"request_timeout", "logger"}
+
+called, passed, known, options = set(), set(), set(), set()
 
 
 def record(name, function):
+    known.add(name)
+    parameters = inspect.signature(function).parameters
+    defaults = {
+        key: parameter.default
+        for key, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty and key not in EVERYWHERE
+    }
+    options.update(f"{name}({key})" for key in defaults)
+
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
         called.add(name)
+        given = {**dict(zip(parameters, args)), **kwargs}
+        called.update(f"{name}({key})" for key, usual in defaults.items() if given.get(key, usual) is not usual)
         return function(*args, **kwargs)
 
     return wrapper
@@ -64,24 +90,21 @@ def wrap(label, owner, base=None):
                 if inspect.isfunction(getattr(value, part, None)):
                     setattr(value, part, record(f"{label}.{name}", getattr(value, part)))
             target = getattr(owner, getattr(value, "class_method_name", ""), None)
-            known[f"{label}.{name}"] = "untested"
             if inspect.isfunction(target) or inspect.ismethod(target):
-                rewrap(owner, getattr(value, "class_method_name"), f"{label}.{name}")
-            continue
-        if isinstance(value, (staticmethod, classmethod)):
-            known[f"{label}.{name}"] = "untested"
-            setattr(owner, name, type(value)(record(f"{label}.{name}", value.__func__)))
-        elif inspect.isfunction(value):
-            known[f"{label}.{name}"] = "untested"
-            setattr(owner, name, record(f"{label}.{name}", value))
+                class_method = value.class_method_name
+                setattr(owner, class_method, recorded(f"{label}.{name}", inspect.getattr_static(owner, class_method)))
+        elif type(value).__name__ == "DualMethod":
+            # Another one, for volumes.
+            value._static_fn = recorded(f"{label}.{name}", value._static_fn)
+            value._instance_fn = recorded(f"{label}.{name}", value._instance_fn)
+        elif isinstance(value, (staticmethod, classmethod)) or inspect.isfunction(value):
+            setattr(owner, name, recorded(f"{label}.{name}", value))
 
 
-def rewrap(owner, name, label):
-    value = inspect.getattr_static(owner, name)
+def recorded(name, value):
     if isinstance(value, (staticmethod, classmethod)):
-        setattr(owner, name, type(value)(record(label, value.__func__)))
-    elif inspect.isfunction(value):
-        setattr(owner, name, record(label, value))
+        return type(value)(record(name, value.__func__))
+    return record(name, value)
 
 
 def pytest_configure(config):
@@ -118,6 +141,6 @@ def pytest_sessionfinish(session):
     packages = ["e2b_code_interpreter", "e2b"]
     installed = [name for name in packages if importlib.util.find_spec(name)]
     release = f"{installed[0].replace('_', '-')} {importlib.metadata.version(installed[0])}"
-    methods = {name: "tested" if name in passed else state for name, state in sorted(known.items())}
-    result = {"sdk": release, "language": "Python", "methods": methods}
+    states = lambda names: {name: "tested" if name in passed else "untested" for name in sorted(names)}
+    result = {"sdk": release, "language": "Python", "methods": states(known), "options": states(options)}
     pathlib.Path(out).write_text(json.dumps(result, indent=1) + "\n")

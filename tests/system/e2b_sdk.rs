@@ -1,7 +1,7 @@
 //! The unmodified E2B SDKs, each in two generations. The suites are in `tests/python/e2b*` and `tests/javascript/e2b*`.
 //!
-//! The suites record which of the SDK's methods their passing tests call. What `tests/compat` says was tested must be
-//! so again; `STOCKADE_WRITE_COMPAT=1` writes what was found there.
+//! The suites record which of the SDK's methods, and in Python which options, their passing tests use. What
+//! `tests/compat` says was tested must be so again; `STOCKADE_WRITE_COMPAT=1` writes what was found there.
 //!
 //! What takes an emulated kernel minutes and tells nothing about an SDK is marked `long` in the code interpreter's
 //! suite, and runs by name.
@@ -109,7 +109,11 @@ fn compare(found: &Path, committed: &Path) {
     let read = |path: &Path| {
         let text = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let value: Value = serde_json::from_slice(&text).expect("JSON");
-        value["methods"].as_object().expect("methods").clone()
+        let mut used = value["methods"].as_object().expect("methods").clone();
+        used.extend(
+            value["options"].as_object().into_iter().flatten().map(|(name, state)| (name.clone(), state.clone())),
+        );
+        used
     };
     let (found, committed) = (read(found), read(committed));
     let lost: Vec<_> =

@@ -13,9 +13,11 @@ import {
   TemplateBase,
   TimeoutError,
   Volume,
-  waitForFile,
 } from "e2b";
 import { covers, test } from "./compat.mjs";
+import options from "./options.mjs";
+import refused from "./refused.mjs";
+import templates, { READY, START } from "./templates.mjs";
 
 // Not exported by name; nothing is sent by this.
 const { commands, files, pty } = new Sandbox({ sandboxId: "none", envdVersion: "0.6.13" });
@@ -233,7 +235,7 @@ test("a template is built, named and removed", async () => {
     .makeDir("/tmp/made")
     .runCmd("echo built > /tmp/made/file")
     .setWorkdir("/tmp/made")
-    .setStartCmd("touch /tmp/started; sleep infinity", waitForFile("/tmp/started"));
+    .setStartCmd(START, READY);
   const steps = [];
   const built = await Template.build(template, name, { onBuildLogs: (entry) => steps.push(entry.message) });
   assert.ok(steps.some((line) => line.includes("echo built")));
@@ -244,12 +246,6 @@ test("a template is built, named and removed", async () => {
   const other = await Sandbox.create(name);
   assert.equal((await other.commands.run("cat file; echo $FROM_TEMPLATE; ls /tmp/started")).stdout, "built\nseen\n/tmp/started\n");
   await other.kill();
-});
-
-test("what is not supported says so", async () => {
-  await assert.rejects(Volume.create("mine"), /volumes: not supported/);
-  await assert.rejects(Template.build(Template().fromImage("ubuntu"), "refused"), /registry/);
-  await assert.rejects(Sandbox.create({ network: { httpsPorts: [8443] } }), /httpsPorts is not supported/);
 });
 
 test("a paused sandbox comes back as it was", async () => {
@@ -264,3 +260,7 @@ test("fifty commands at once", async () => {
   const results = await Promise.all(numbers.map((n) => box.commands.run(`sleep 0.2; echo ${n}`, { timeoutMs: 300_000 })));
   assert.deepEqual(results.map((result) => result.stdout), numbers.map((n) => `${n}\n`));
 });
+
+options(() => box);
+refused(() => box);
+templates();

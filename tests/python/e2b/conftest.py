@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import time
+import types
 import uuid
 
 import pytest
@@ -82,6 +83,26 @@ def box(server):
     from e2b import Sandbox
 
     sandbox = Sandbox.create(timeout=600)
+    yield sandbox
+    sandbox.kill()
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def sdk(server, request):
+    """The SDK's classes, by their synchronous names; a test that takes them runs with either client."""
+    import e2b
+    from blocking import Blocking
+
+    names = [name for name in ("Sandbox", "Template", "Volume", "Secret") if hasattr(e2b, name)]
+    if request.param == "sync":
+        return types.SimpleNamespace(**{name: getattr(e2b, name) for name in names})
+    return types.SimpleNamespace(**{name: Blocking(getattr(e2b, f"Async{name}")) for name in names})
+
+
+@pytest.fixture(scope="module")
+def either(sdk):
+    """A sandbox that the tests of a module share, of the client it is looked at with."""
+    sandbox = sdk.Sandbox.create(timeout=600)
     yield sandbox
     sandbox.kill()
 

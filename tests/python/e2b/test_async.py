@@ -203,56 +203,31 @@ def test_a_network_is_changed(server):
 
 
 @pytest.mark.machine
-def test_a_repository(server):
-    async def story(sandbox):
-        git, work, remote, copy = sandbox.git, "/tmp/git/work", "/tmp/git/remote.git", "/tmp/git/copy"
-        await git.init(work, initial_branch="main")
-        await git.init(remote, bare=True, initial_branch="main")
-        await git.configure_user("A Name", "a@example.com", scope="local", path=work)
-        await git.set_config("core.filemode", "false", scope="local", path=work)
-        assert await git.get_config("user.email", scope="local", path=work) == "a@example.com"
-        await sandbox.files.write(f"{work}/one.txt", "one")
-        await git.add(work)
-        await git.commit(work, "first")
-        assert (await git.status(work)).is_clean
-        await git.remote_add(work, "origin", remote)
-        assert await git.remote_get(work, "origin") == remote
-        await git.push(work, remote="origin", branch="main", set_upstream=True)
-        await git.clone(remote, path=copy)
-        await git.create_branch(work, "side")
-        await git.checkout_branch(work, "main")
-        await git.delete_branch(work, "side", force=True)
-        assert (await git.branches(work)).branches == ["main"]
-        await sandbox.files.write(f"{work}/one.txt", "two")
-        await git.add(work)
-        await git.reset(work)
-        await git.restore(work, ["one.txt"])
-        assert await sandbox.files.read(f"{work}/one.txt") == "one"
-        await git.pull(copy)
-
-    lives_in(story)
-
-
-@pytest.mark.machine
 def test_a_template(server):
     from e2b import AsyncTemplate
 
     async def story():
         name = f"async-{uuid.uuid4().hex[:12]}"
         assert not await AsyncTemplate.alias_exists(name)
-        template = AsyncTemplate().from_template("base").run_cmd("echo built > /home/user/made.txt")
-        await AsyncTemplate.build(template, name)
+        log = []
+        options = {"on_build_logs": log.append, "skip_cache": True}
+        template = AsyncTemplate().skip_cache().from_base_image().run_cmd("echo built > /home/user/made.txt")
+        await AsyncTemplate.build(template, f"{name}:default", tags=["first"], **options)
+        assert any("echo built" in entry.message for entry in log)
         assert await AsyncTemplate.alias_exists(name) and await AsyncTemplate.exists(name)
         await AsyncTemplate.assign_tags(f"{name}:default", ["second"])
-        assert {tag.tag for tag in await AsyncTemplate.get_tags(name)} == {"default", "second"}
+        assert {tag.tag for tag in await AsyncTemplate.get_tags(name)} == {"default", "first", "second"}
         await AsyncTemplate.remove_tags(name, ["second"])
         sandbox = await AsyncSandbox.create(name, timeout=300)
         assert await sandbox.files.read("made.txt") == "built\n"
         await sandbox.kill()
-        info = await AsyncTemplate.build_in_background(AsyncTemplate().from_template("base").run_cmd("true"), name)
-        while (status := (await AsyncTemplate.get_build_status(info)).status.value) == "building":
+        again = AsyncTemplate().from_template("base").run_cmd("true")
+        info = await AsyncTemplate.build_in_background(again, alias=name, tags=["third"], **options)
+        while (told := await AsyncTemplate.get_build_status(info, logs_offset=1)).status.value == "building":
             await asyncio.sleep(0.2)
-        assert status == "ready"
+        assert told.status.value == "ready"
+        with pytest.raises(Exception, match="registry image 'a' is not supported"):
+            await AsyncTemplate.build(AsyncTemplate().from_image("a"), alias=name)
 
     asyncio.run(story())
 

@@ -2,29 +2,68 @@
 
 import pytest
 
+from conftest import eventually
+
 pytestmark = pytest.mark.machine
 
+# What every method takes: another user, who has the environment, and a directory that is not the repository.
+HOW = {"user": "root", "envs": {"GIT_AUTHOR_DATE": "2020-01-02T03:04:05Z"}, "cwd": "/tmp", "timeout": 120}
 
-def test_a_repository_lives_its_life(box, place):
-    git = box.git
-    work, remote, copy = f"{place}/work", f"{place}/remote.git", f"{place}/copy"
+
+class Repositories:
+    """git with those options, and files of that user."""
+
+    def __init__(self, sandbox):
+        self.sandbox = sandbox
+
+    def __getattr__(self, name):
+        method = getattr(self.sandbox.git, name)
+        return lambda *arguments, **options: method(*arguments, **options, **HOW)
+
+    def write(self, path, text):
+        self.sandbox.files.write(path, text, user="root")
+
+    def read(self, path):
+        return self.sandbox.files.read(path, user="root")
+
+    def shell(self, command):
+        return self.sandbox.commands.run(command, user="root").stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def git(either):
+    return Repositories(either)
+
+
+def test_a_repository_lives_its_life(git):
+    work, remote, copy = "/root/git/work", "/root/git/remote.git", "/root/git/copy"
     git.init(work, initial_branch="main")
     git.init(remote, bare=True, initial_branch="main")
     git.configure_user("A Name", "a@example.com", scope="local", path=work)
     assert git.get_config("user.email", scope="local", path=work) == "a@example.com"
     git.set_config("core.filemode", "false", scope="local", path=work)
 
-    box.files.write(f"{work}/one.txt", "one")
-    assert not git.status(work).is_clean
-    git.add(work)
-    git.commit(work, "first")
+    git.write(f"{work}/one.txt", "one")
+    git.write(f"{work}/later.txt", "later")
+    git.add(work, files=["one.txt"], all=False)
+    status = git.status(work)
+    assert [(file.name, file.staged) for file in status.file_status if file.staged] == [("one.txt", True)]
+    git.commit(work, "first", author_name="B Name", author_email="b@example.com")
+    git.add(work, all=True)
+    git.commit(work, "second")
+    git.commit(work, "nothing", allow_empty=True)
     assert git.status(work).is_clean
+    told = git.shell(f"git -C {work} log --reverse --format='%s %an %as'").splitlines()
+    assert told == ["first B Name 2020-01-02", "second A Name 2020-01-02", "nothing A Name 2020-01-02"]
 
-    git.remote_add(work, "origin", remote)
+    git.remote_add(work, "origin", "/root/git/elsewhere.git")
+    git.remote_add(work, "origin", remote, overwrite=True)
     assert git.remote_get(work, "origin") == remote
-    git.push(work, remote="origin", branch="main", set_upstream=True)
-    git.clone(remote, path=copy)
-    assert box.files.read(f"{copy}/one.txt") == "one"
+    git.push(work, remote="origin", branch="main")
+    git.remote_add(work, "other", remote, fetch=True)
+    git.clone(f"file://{remote}", path=copy, branch="main", depth=1)
+    assert git.read(f"{copy}/one.txt") == "one"
+    assert git.shell(f"git -C {copy} rev-list --count HEAD") == "1"
 
     git.create_branch(work, "side")
     assert git.branches(work).current_branch == "side"
@@ -32,15 +71,44 @@ def test_a_repository_lives_its_life(box, place):
     git.delete_branch(work, "side", force=True)
     assert git.branches(work).branches == ["main"]
 
-    box.files.write(f"{work}/one.txt", "two")
+    git.write(f"{work}/one.txt", "two")
     git.add(work)
-    git.reset(work)
-    git.restore(work, ["one.txt"])
-    assert box.files.read(f"{work}/one.txt") == "one"
+    git.reset(work, paths=["one.txt"])
+    git.restore(work, ["one.txt"], worktree=True)
+    assert git.read(f"{work}/one.txt") == "one"
+    git.write(f"{work}/one.txt", "three")
+    git.add(work)
+    git.restore(work, ["one.txt"], staged=True, worktree=True, source="HEAD")
+    git.reset(work, mode="hard", target="HEAD~1")
+    assert git.shell(f"git -C {work} log -1 --format=%s") == "second"
 
-    box.files.write(f"{work}/two.txt", "two")
+    git.write(f"{work}/two.txt", "two")
     git.add(work)
-    git.commit(work, "second")
-    git.push(work, remote="origin", branch="main")
-    git.pull(copy)
-    assert box.files.read(f"{copy}/two.txt") == "two"
+    git.commit(work, "third")
+    git.push(work, remote="other", branch="main:side", set_upstream=False)
+    git.pull(work, remote="origin", branch="side")
+
+    git.dangerously_authenticate("me", "pass-word", host="git.example:8123", protocol="http")
+    assert git.shell("cat ~/.git-credentials") == "http://me:pass-word@git.example%3a8123"
+
+
+@pytest.mark.current
+def test_a_repository_behind_a_password(git):
+    """A plain web server in the sandbox; it serves to all, so what is looked at is where the password stays."""
+    served = "/root/served"
+    git.shell(
+        f"git init -q --bare -b main {served}/r.git; git clone -q {served}/r.git {served}/w; cd {served}/w; "
+        "git -c user.name=a -c user.email=a@a commit -qm first --allow-empty; git push -q origin main; "
+        "git --git-dir ../r.git update-server-info; cd ..; nohup python3 -m http.server 8123 > /dev/null 2>&1 &"
+    )
+    eventually(lambda: git.shell("curl -s -o /dev/null -w '%{http_code}' localhost:8123/ || true") == "200")
+    url = "http://localhost:8123/r.git"
+    known = {"username": "me", "password": "pass-word"}
+    git.clone(url, path="/root/behind", **known)
+    assert git.remote_get("/root/behind", "origin") == url
+    git.clone(url, path="/root/kept", dangerously_store_credentials=True, **known)
+    assert "me:pass-word@" in git.remote_get("/root/kept", "origin")
+    git.pull("/root/behind", remote="origin", branch="main", **known)
+    # There is nothing to push; that server would take nothing.
+    git.push("/root/behind", remote="origin", branch="main", **known)
+    assert git.remote_get("/root/behind", "origin") == url

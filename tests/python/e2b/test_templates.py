@@ -4,7 +4,15 @@ import time
 import uuid
 
 import pytest
-from e2b import Sandbox, Template, wait_for_port
+from e2b import (
+    Sandbox,
+    Template,
+    wait_for_file,
+    wait_for_port,
+    wait_for_process,
+    wait_for_timeout,
+    wait_for_url,
+)
 
 pytestmark = pytest.mark.machine
 
@@ -24,7 +32,19 @@ def context(tmp_path_factory):
     (root / "app/deep").mkdir()
     (root / "app/deep/er.txt").write_text("deeper")
     (root / "one.txt").write_text("one")
+    (root / "link.txt").symlink_to("one.txt")
+    (root / "app/left.out").write_text("x")
     return root
+
+
+START = "touch /tmp/started; exec python3 -m http.server 8000 --directory /home/user/app"
+# Every way to wait for it.
+READY = [
+    wait_for_port(8000),
+    wait_for_url("http://localhost:8000/main.txt", 200),
+    wait_for_process("python3"),
+    wait_for_file("/tmp/started"),
+]
 
 
 def steps(context):
@@ -36,7 +56,7 @@ def steps(context):
         .copy("app", "/home/user/app")
         .set_envs({"FLAVOUR": "salt", "TASTE": "${FLAVOUR}y:$HOME"})
         .set_workdir("/home/user/work")
-        .set_start_cmd("python3 -m http.server 8000 --directory /home/user/app", wait_for_port(8000))
+        .set_start_cmd(START, " && ".join(way.get_cmd() for way in READY))
     )
 
 
@@ -64,6 +84,101 @@ def test_a_template_starts_as_its_build_left_it(built, edge):
         assert edge.request("GET", box.get_host(8000), "/main.txt").text == "main"
     finally:
         box.kill()
+
+
+# Stands for a program that the image lacks or that needs a network: it notes what it was asked for.
+NOTES = """cd /usr/local/bin
+printf '#!/bin/sh\\necho "$(id -un) ${0##*/} $*" >> /asked\\n' | tee apt-get bun npm pip > /dev/null
+touch /asked; chmod 666 /asked; chmod 755 apt-get bun npm pip"""
+
+
+def every_step(context):
+    """Each method of a builder, with each of its options, in one build."""
+    return (
+        Template(file_context_path=context, file_ignore_patterns=["**/*.out"])
+        .from_dockerfile("FROM e2bdev/base\nENV FROM_DOCKERFILE=seen\n")
+        .copy("link.txt", "/opt/one.txt", force_upload=True, user="root", mode=0o640, resolve_symlinks=True, gzip=True)
+        .copy_items([{"src": "app", "dest": "/opt/app"}, {"src": "one.txt", "dest": "/opt/plain.txt", "user": "user"}])
+        .make_dir(["/opt/made", "/opt/gone"], mode=0o700, user="root")
+        .rename("/opt/one.txt", "/opt/made/two.txt", force=True, user="root")
+        .remove("/opt/gone", force=True, recursive=True, user="root")
+        .make_symlink("/opt/made/two.txt", "/opt/link", user="root", force=True)
+        .run_cmd(["git init -q -b main /tmp/r", "git -C /tmp/r -c user.name=a -c user.email=a@a commit -qm 1 --allow-empty"])
+        .git_clone("file:///tmp/r", "/home/user/clone", branch="main", depth=1, user="user")
+        .run_cmd(NOTES, user="root")
+        .apt_install(["hello", "jq"], no_install_recommends=True, fix_missing=True)
+        .bun_install("left-pad", g=True, dev=True)
+        .pip_install("numpy", g=False)
+        .npm_install(["left-pad", "is-odd"], g=True, dev=True)
+        .set_workdir("/home/user/clone")
+        .set_envs({"LAST": "1"})
+        .skip_cache()
+        .run_cmd("date +%N > /home/user/when")
+        .set_user("user")
+        .set_ready_cmd(wait_for_timeout(1000))
+    )
+
+
+def test_every_step_is_carried_out_with_its_options(context):
+    name, log = fresh(), []
+    shape = {"cpu_count": 2, "memory_mb": 1024}
+    told = {"on_build_logs": log.append, "skip_cache": True}
+    info = Template.build(every_step(context), alias=name, tags=["one"], **shape, **told)
+    assert log
+    assert {"one"} <= {tag.tag for tag in Template.get_tags(info.template_id)}
+    assert Template.exists(name)
+    box = Sandbox.create(f"{name}:one", timeout=300)
+    try:
+        seen = box.commands.run(LOOK, user="root").stdout.splitlines()
+    finally:
+        box.kill()
+    assert seen == [
+        "root 700 /opt/made",
+        "root 640 /opt/made/two.txt",
+        "user 644 /opt/plain.txt",
+        "user 755 /home/user/clone",
+        "/opt/made/two.txt one",
+        "/opt/app: deep main.txt",
+        "root apt-get update",
+        "root apt-get install -y --no-install-recommends --fix-missing hello jq",
+        "root bun install -g --dev left-pad",
+        "user pip install --user numpy",
+        "root npm install -g --save-dev left-pad is-odd",
+        "/home/user/clone seen1 gone",
+    ]
+
+
+LOOK = """stat -c '%U %a %n' /opt/made /opt/made/two.txt /opt/plain.txt /home/user/clone
+echo $(readlink /opt/link) $(cat /opt/link)
+echo /opt/app: $(ls /opt/app)
+cat /asked
+echo $(pwd) $FROM_DOCKERFILE$LAST $(ls -d /opt/gone 2> /dev/null || echo gone)"""
+
+
+def test_what_is_not_to_be_cached_is_carried_out_again(server):
+    name, mark = fresh(), uuid.uuid4().hex
+    steps = lambda new: new.from_base_image().run_cmd(f"echo {mark}")
+    shape = {"alias": name, "tags": ["t"], "cpu_count": 2, "memory_mb": 1024, "on_build_logs": lambda entry: None}
+    is_known = lambda template, **options: any(
+        line.startswith("CACHED") for line in whole_log(Template.build_in_background(template, **shape, **options))
+    )
+    assert not is_known(steps(Template()))
+    assert is_known(steps(Template()))
+    assert not is_known(steps(Template()), skip_cache=True)
+    assert not is_known(steps(Template().skip_cache()))
+
+
+def whole_log(info):
+    """Line by line, from where the last answer ended."""
+    lines, deadline = [], time.monotonic() + BUILD_PATIENCE_S
+    while time.monotonic() < deadline:
+        status = Template.get_build_status(info, logs_offset=len(lines))
+        lines += [entry.message for entry in status.log_entries]
+        if status.status.value != "building" and not status.log_entries:
+            assert status.status.value == "ready"
+            return lines
+        time.sleep(0.1)
+    raise AssertionError(f"not built within {BUILD_PATIENCE_S} s")
 
 
 def test_the_log_tells_each_step(built):
@@ -128,13 +243,6 @@ def test_a_user_is_made_and_is_the_sandboxs(server):
         assert box.commands.run("cat /home/worker/me", user="root").stdout == "worker\n"
     finally:
         box.kill()
-
-
-def test_registry_images_are_refused_by_name(server):
-    from e2b.exceptions import BuildException
-
-    with pytest.raises(BuildException, match="registry image 'ubuntu:24.04'"):
-        Template.build(Template().from_image("ubuntu:24.04"), fresh())
 
 
 def test_a_background_build_is_asked_for_its_state(server):

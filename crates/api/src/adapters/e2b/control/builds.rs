@@ -24,7 +24,7 @@ use stockade_service::{
     BuildAction, BuildPlace, BuildPlan, BuildState, BuildStep, BuildView, LogEntry, LogLevel, NewBuild, Principal,
 };
 
-use super::{super::error::HttpError, JsonResult, parse, sandboxes::template_name};
+use super::{super::error::HttpError, JsonResult, parse, sandboxes::template_name, templates::of_any_tag};
 use crate::AppState;
 
 /// Images that stand for our own template `base`: what a `Template()` without a `from_...` names.
@@ -416,7 +416,7 @@ pub(super) async fn tags(
     Extension(who): Extension<Principal>,
     Path(template): Path<String>,
 ) -> Result<Response, HttpError> {
-    let template = state.service.template(&who, &full_name(&template)?).await?;
+    let template = of_any_tag(&state, &who, &full_name(&template)?).await?;
     let tags = state.service.template_tags(&who).await?.into_iter().filter(|tag| tag.name == template.name);
     let tag =
         |tag: stockade_service::TemplateTag| Tag { tag: tag.tag, build_id: tag.build, created_at: tag.created_at };

@@ -134,7 +134,7 @@ pub(super) async fn alias(
     Extension(who): Extension<Principal>,
     Path(alias): Path<String>,
 ) -> JsonResult<AliasReply> {
-    match state.service.template(&who, &full_name(&alias)?).await {
+    match of_any_tag(&state, &who, &full_name(&alias)?).await {
         Ok(template) => {
             Ok(Json(AliasReply { template_id: template.id.to_string(), public: template.workspace.is_none() }))
         }
@@ -142,5 +142,23 @@ pub(super) async fn alias(
             Err(HttpError::new(StatusCode::NOT_FOUND, format!("template alias '{}' not found", shortened(&alias))))
         }
         Err(error) => Err(error.into()),
+    }
+}
+
+/// A template; under a name that nobody gave the tag `default`, the newest of its builds. To E2B, tags are of one
+/// template, which is there as soon as one of them is.
+pub(super) async fn of_any_tag(
+    state: &AppState,
+    who: &Principal,
+    name: &str,
+) -> Result<stockade_model::Template, ServiceError> {
+    let missing = match state.service.template(who, name).await {
+        Err(missing @ ServiceError::TemplateNotFound { .. }) => missing,
+        found => return found,
+    };
+    let tags = state.service.template_tags(who).await?;
+    match tags.into_iter().filter(|tag| tag.name == name).max_by_key(|tag| tag.created_at) {
+        Some(tag) => state.service.template(who, tag.template.as_str()).await,
+        None => Err(missing),
     }
 }
