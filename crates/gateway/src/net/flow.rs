@@ -4,11 +4,11 @@
 //!            SYN allowed               handshake done             handler drops its stream
 //! (nothing) ────────────> half open ──────────────────> served ─────────────────────────────> lingering ──> gone
 //!                             │ held: SYN-ACK waits for the handler to reach the other side        │
-//!                             └── HANDSHAKE_SECONDS ──> gone                LINGER_SECONDS ────────┘
+//!                             └── HANDSHAKE_SECONDS ──> gone       SILENCE_, LINGER_SECONDS ───────┘
 //! ```
 //!
-//! A flow whose stream was closed in order lingers until the guest has everything; one whose stream was dropped is
-//! reset. Segments of flows that are gone are answered with resets.
+//! A flow whose stream was closed in order lingers until the guest has everything, as long as it takes something now
+//! and then; one whose stream was dropped is reset. Segments of flows that are gone are answered with resets.
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -19,7 +19,7 @@ use std::{
 };
 
 use smoltcp::{
-    iface::{Config, Interface, SocketHandle, SocketSet},
+    iface::{Config, Interface, PollResult, SocketHandle, SocketSet},
     phy::{Checksum, ChecksumCapabilities, Device, DeviceCapabilities, Medium, RxToken, TxToken},
     socket::tcp::{self, State},
     time::{Duration, Instant},
@@ -30,8 +30,10 @@ use super::{GUEST_ADDRESS, MTU, buffer::Rings, frame::ETHERNET, link::Link, outb
 use crate::Traffic;
 
 const HANDSHAKE_SECONDS: u64 = 10;
+/// For the end of a connection to be answered.
 const LINGER_SECONDS: u64 = 30;
-/// A guest that has not answered data for so long is gone (or paused; a resumed one finds its flows reset anyway).
+/// A guest that has not answered data for so long is gone (or paused; a resumed one finds its flows reset anyway), and
+/// so is one that leaves untaken what a closed stream left behind.
 const SILENCE_SECONDS: u64 = 300;
 /// smoltcp asks to be called "now" in states where nothing can be done yet; do not spin.
 const SHORTEST_TIMER: Duration = Duration::from_millis(10);
@@ -128,11 +130,40 @@ pub(super) struct Tcp {
     waits_for_room: bool,
     half_open: bool,
     served: bool,
+    /// To be closed when everything is sent.
+    closing: bool,
     released: bool,
+    /// How many bytes the guest had not taken when a released flow last looked.
+    untaken: Option<usize>,
     gone: bool,
 }
 
 impl Tcp {
+    /// Ends what we send. In LAST-ACK smoltcp (0.14) drops window updates: a guest that closed its half first and reads
+    /// slowly would never get the rest. So that state begins when there is no rest.
+    pub(super) fn close(&mut self) {
+        let socket = self.socket();
+        if socket.state() == State::CloseWait && socket.send_queue() > 0 {
+            self.closing = true;
+        } else {
+            socket.close();
+        }
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    /// How long a released flow is kept: until the guest has taken nothing for a while.
+    fn linger(&mut self, now: Instant) {
+        let left = self.socket().send_queue();
+        if self.untaken != Some(left) {
+            self.untaken = Some(left);
+            let seconds = if left > 0 { SILENCE_SECONDS } else { LINGER_SECONDS };
+            self.deadline = Some(now + Duration::from_secs(seconds));
+        }
+    }
+
     pub(super) fn socket(&mut self) -> &mut tcp::Socket<'static> {
         self.sockets.get_mut(self.handle)
     }
@@ -204,7 +235,9 @@ impl Flow {
             waits_for_room: false,
             half_open: true,
             served,
+            closing: false,
             released: false,
+            untaken: None,
             gone: false,
         };
         Ok(Self {
@@ -264,13 +297,14 @@ impl Flow {
             return Driven::default();
         }
         let now = link.now();
-        let mut device = FlowDevice::new(None, link);
-        let Tcp { interface, sockets, .. } = tcp;
-        while let smoltcp::iface::PollResult::SocketStateChanged = interface.poll_egress(now, &mut device, sockets) {}
-        let full = device.full;
-        if full && !tcp.waits_for_room {
-            tcp.waits_for_room = true;
-            link.outbox.wait_for_room(Arc::clone(self));
+        let mut full = self.send(link, tcp, now);
+        if tcp.closing && tcp.socket().send_queue() == 0 {
+            tcp.closing = false;
+            tcp.socket().close();
+            full = self.send(link, tcp, now);
+        }
+        if tcp.released {
+            tcp.linger(now);
         }
         let mut driven = Driven::default();
         // It started with a SYN: listening again means that the guest took it back.
@@ -303,6 +337,21 @@ impl Flow {
         }
         self.set_timer(link, tcp, now, full);
         driven
+    }
+
+    /// Sends what can be sent. True: the link is full, and it is driven again when there is room.
+    fn send(self: &Arc<Self>, link: &Link, tcp: &mut Tcp, now: Instant) -> bool {
+        loop {
+            let mut device = FlowDevice::new(None, link);
+            let Tcp { interface, sockets, .. } = tcp;
+            while let PollResult::SocketStateChanged = interface.poll_egress(now, &mut device, sockets) {}
+            if device.full {
+                tcp.waits_for_room = tcp.waits_for_room || link.outbox.wait_for_room(self);
+            }
+            if !device.full || tcp.waits_for_room {
+                return device.full;
+            }
+        }
     }
 
     fn set_timer(&self, link: &Link, tcp: &mut Tcp, now: Instant, full: bool) {
@@ -351,14 +400,11 @@ impl Flow {
         {
             let mut tcp = self.lock();
             tcp.released = true;
-            let now = self.link.upgrade().map(|link| link.now());
-            let closing = matches!(
+            let in_order = matches!(
                 tcp.socket().state(),
                 State::FinWait1 | State::FinWait2 | State::Closing | State::LastAck | State::TimeWait
             );
-            if closing {
-                tcp.deadline = now.map(|now| now + Duration::from_secs(LINGER_SECONDS));
-            } else {
+            if !in_order && !tcp.closing {
                 tcp.socket().abort();
             }
         }

@@ -85,9 +85,15 @@ impl Outbox {
         self.push(Frame { buffer: bytes, len });
     }
 
-    /// Calls `flow` when there is room.
-    pub(super) fn wait_for_room(&self, flow: Arc<Flow>) {
-        self.lock().blocked.push_back(flow);
+    /// Calls `flow` when there is room. False if there is by now: whoever found it full before may be the only one who
+    /// still has anything to send, and the writer, done with all the rest, would never look again.
+    pub(super) fn wait_for_room(&self, flow: &Arc<Flow>) -> bool {
+        let mut inner = self.lock();
+        let is_full = inner.bytes >= FULL_BYTES;
+        if is_full {
+            inner.blocked.push_back(Arc::clone(flow));
+        }
+        is_full
     }
 
     /// Waits for frames and takes up to `most`.

@@ -111,6 +111,9 @@ impl FlowStream {
     ) -> Poll<io::Result<usize>> {
         let Some(link) = self.0.link() else { return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into())) };
         let mut tcp = self.0.lock();
+        if tcp.is_closing() {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
         let socket = tcp.socket();
         if !socket.may_send() {
             if is_opening(socket.state()) {
@@ -139,7 +142,7 @@ impl FlowStream {
     }
 
     fn close(&self) {
-        self.0.lock().socket().close();
+        self.0.lock().close();
         self.0.drive();
     }
 

@@ -77,6 +77,22 @@ async fn large_transfers_arrive_whole_in_both_directions() {
 }
 
 #[tokio::test]
+async fn a_guest_that_closes_first_and_reads_late_gets_everything() {
+    let world = World::new();
+    world.name("source.example", &["93.184.216.35"]);
+    // More than the guest's window and less than what is held for it: the server is long done when the guest reads.
+    let count = 200 << 10;
+    world.serve("93.184.216.35:5432", source_server(count).await);
+    let (guest, _attachment) = world.attach(raw(".example"));
+    let mut source = guest.connect_name("source.example", 5432).await.unwrap();
+    source.shutdown().await.unwrap();
+    // Until after a probe of the closed window.
+    tokio::time::sleep(std::time::Duration::from_millis(1_500)).await;
+    let got = tokio::time::timeout(std::time::Duration::from_secs(20), read_to_end(&mut source)).await;
+    assert_eq!(got.expect("it does not stop in the middle").len(), count);
+}
+
+#[tokio::test]
 async fn a_refused_connect_upstream_is_a_refused_connect_in_the_guest() {
     let world = World::new();
     world.name("db.example", &["93.184.216.34"]);
