@@ -8,7 +8,10 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     path::Path,
     process::{Command, Stdio},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -256,6 +259,29 @@ async fn uploads_streams_and_terminals_run_through_snapshots_and_children_get_no
         assert!(counts_on(&child, 0).await > 0);
         child.kill().await.expect("killed");
     }
+    parent.kill().await.expect("killed");
+    rig.assert_clean().await;
+}
+
+#[tokio::test]
+async fn a_child_of_a_machine_whose_host_did_not_read_answers() {
+    let rig = Rig::new().await;
+    let parent = running(&rig).await;
+    let deaf = Arc::new(AtomicBool::new(false));
+    let stream = support::Deafened::new(parent.connect_link().expect("connects"), deaf.clone());
+    let guest = GuestClient::open(stream, Duration::from_secs(60)).await.expect("answers");
+    let mut lines = work(&guest, &["count"]).await;
+    lines.number().await;
+    write(&guest, "/large", &vec![7; 4 << 20]).await;
+    deaf.store(true, Ordering::Relaxed);
+    let request = ReadFile { path: "/large".to_owned(), user: Some("root".to_owned()), ..ReadFile::default() };
+    // More than the socket holds: the emulator has a part of it in hand.
+    let unread = guest.read_file(&request);
+    assert!(tokio::time::timeout(Duration::from_secs(3), unread).await.is_err(), "nothing is read");
+    let snapshot = rig.snapshot(&parent).await;
+    let child = rig.start_from(&snapshot).await;
+    assert!(counts_on(&child, 0).await > 0);
+    child.kill().await.expect("killed");
     parent.kill().await.expect("killed");
     rig.assert_clean().await;
 }

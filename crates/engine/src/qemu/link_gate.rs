@@ -2,8 +2,9 @@
 //!
 //! A halted guest's emulator still moves bytes between the link's socket and the guest's memory, so a
 //! page could be copied after and the device's state before such a move, and a child would find the two
-//! at odds. So for these milliseconds nobody here reads from or writes to the link: what the emulator
-//! has not taken yet waits in the socket, and no stream notices.
+//! at odds. So for these milliseconds nobody here reads from or writes to the link, and no stream notices.
+//! The emulator still takes what waits in the socket while the guest has room, and still puts into it what the
+//! guest had ready while the socket has room: [`Closed::bytes`] tells when it has come to rest.
 
 use std::{
     io,
@@ -58,15 +59,28 @@ pub(crate) struct Closed<'a> {
 }
 
 impl Closed<'_> {
-    /// Whether there are bytes in the socket that the emulator has not taken, as a number that changes
-    /// when it takes some. 0: none.
-    pub(crate) fn untaken(&self) -> usize {
-        let Some(stream) = self.gate.lock().stream.upgrade() else { return 0 };
-        let mut bytes: libc::c_int = 0;
-        // SAFETY: the descriptor is open while `stream` lives; the kernel writes one integer.
-        let result = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
-        if result < 0 { 0 } else { usize::try_from(bytes).unwrap_or(0) }
+    /// What is in the socket, each way. It changes when the emulator moves anything.
+    pub(crate) fn bytes(&self) -> InSocket {
+        let stream = self.gate.lock().stream.upgrade();
+        let count = |request| stream.as_ref().map_or(0, |stream| queued(stream, request));
+        InSocket { untaken: count(libc::TIOCOUTQ), unread: count(libc::FIONREAD) }
     }
+}
+
+/// How many bytes are in a connection's socket.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct InSocket {
+    /// That the emulator has not taken; as the kernel accounts for them, more than their number.
+    untaken: usize,
+    /// That the emulator has put there.
+    unread: usize,
+}
+
+fn queued(stream: &UnixStream, request: libc::c_ulong) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the descriptor is open while `stream` lives; the kernel writes one integer.
+    let result = unsafe { libc::ioctl(stream.as_raw_fd(), request, &raw mut bytes) };
+    if result < 0 { 0 } else { usize::try_from(bytes).unwrap_or(0) }
 }
 
 impl Drop for Closed<'_> {
@@ -154,17 +168,21 @@ mod tests {
         theirs.write_all(b"answer").await.expect("written");
         {
             let closed = gate.close();
-            assert!(closed.untaken() > 0);
+            assert!(closed.bytes().untaken > 0);
+            assert_eq!(closed.bytes().unread, 6);
             let mut bytes = [0; 3];
             theirs.read_exact(&mut bytes).await.expect("read");
-            assert_eq!(closed.untaken(), 0);
-            let mut answer = [0; 6];
+            assert_eq!(closed.bytes(), InSocket { untaken: 0, unread: 6 });
+            let before = closed.bytes();
+            theirs.write_all(b"!").await.expect("written");
+            assert_ne!(closed.bytes(), before, "what the emulator says is seen, too");
+            let mut answer = [0; 7];
             assert!(futures::poll!(Box::pin(link.read_exact(&mut answer))).is_pending());
             assert!(futures::poll!(Box::pin(link.write_all(b"x"))).is_pending());
         }
-        let mut answer = [0; 6];
+        let mut answer = [0; 7];
         link.read_exact(&mut answer).await.expect("read");
-        assert_eq!(&answer, b"answer");
+        assert_eq!(&answer, b"answer!");
         drop(link);
         assert_eq!(theirs.read(&mut answer).await.expect("read"), 0, "the gate holds no connection open");
     }

@@ -11,7 +11,7 @@ use std::{
         Arc, Mutex as StdMutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use async_trait::async_trait;
@@ -42,6 +42,8 @@ use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage, Snapsh
 
 /// How long output of an emulator that has ended may take to arrive.
 const LAST_WORDS_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a first connection to the guest is given; each further one twice as long.
+const FIRST_CONNECTION: Duration = Duration::from_secs(1);
 
 /// A machine under this process's control.
 pub struct QemuMachine {
@@ -195,14 +197,34 @@ impl Inner {
         if let Some(old) = session.take() {
             old.close();
         }
-        let stream = self.gate.wrap(self.connect_link()?);
-        match GuestClient::open(stream, self.host.limits.guest_patience).await {
+        match self.open_session().await {
             Ok(client) => Ok(session.insert(client).clone()),
             Err(EngineError::GuestSilent { waited, .. }) => {
                 Err(EngineError::GuestSilent { waited, console: self.console.last_lines(SHOWN_LINES) })
             }
             Err(EngineError::LinkBroken { .. }) if self.exit.borrow().is_some() => Err(self.gone("its link broke")),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Connects, and again where nothing is heard. An emulator whose machine was saved while a part of what the guest
+    /// said had no room in the old host's connection goes on with that part as soon as it is loaded, finds nobody
+    /// connected, and waits for room in a connection that is not there: it takes whatever is said to the guest and
+    /// passes on nothing of what the guest says. The end of a connection makes it give that up.
+    async fn open_session(&self) -> Result<GuestClient, EngineError> {
+        let patience = self.host.limits.guest_patience;
+        let begin = Instant::now();
+        let mut slice = FIRST_CONNECTION;
+        loop {
+            let left = patience.saturating_sub(begin.elapsed());
+            let opened = GuestClient::open(self.gate.wrap(self.connect_link()?), slice.min(left)).await;
+            match opened {
+                Err(EngineError::GuestSilent { .. }) if slice < left => slice *= 2,
+                Err(EngineError::GuestSilent { console, .. }) => {
+                    return Err(EngineError::GuestSilent { waited: begin.elapsed(), console });
+                }
+                opened => return opened,
+            }
         }
     }
 

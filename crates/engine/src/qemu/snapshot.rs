@@ -32,7 +32,7 @@ use super::{
     disk,
     launch::millis,
     layers::{FrozenLayer, LayerId},
-    link_gate::Closed,
+    link_gate::{Closed, InSocket},
     machine::Inner,
     machine_dir::{MachineDir, remove_tree},
     manifest::{MACHINE_LAYER, Manifest},
@@ -300,7 +300,7 @@ impl Taking<'_> {
             return Ok(None);
         };
         let begin = Instant::now();
-        settle_link(inner, closed).await?;
+        let at_rest = settle_link(inner, closed).await?;
         let settled = begin.elapsed();
         let arguments = json!({ "filename": format!("/dev/fdset/{descriptor_set}"), "live": false });
         inner.command("xen-save-devices-state", arguments).await?;
@@ -319,6 +319,11 @@ impl Taking<'_> {
         };
         let captured = copied?;
         switched?;
+        if closed.bytes() != at_rest {
+            // The pages would not be what the devices take them for.
+            let detail = "the guest link moved while the machine's state was copied; try again".to_owned();
+            return Err(EngineError::Emulator { step: "snapshot", detail });
+        }
         tracing::debug!(
             machine = %inner.id,
             link_ms = millis(settled),
@@ -367,18 +372,21 @@ impl Taking<'_> {
     }
 }
 
-/// Waits until what is in the link's socket is taken or cannot be: a halted guest has only so much room.
-async fn settle_link(inner: &Inner, closed: &Closed<'_>) -> Result<(), EngineError> {
+/// Waits until the emulator moves nothing more between the link's socket and the guest's memory, because nothing is
+/// left or there is no room: a halted guest takes and gives only so much. What it has at rest stays so while the gate
+/// is closed.
+async fn settle_link(inner: &Inner, closed: &Closed<'_>) -> Result<InSocket, EngineError> {
+    // A socket that is ready is served in one turn of the emulator's loop and what follows from that in the next; a
+    // command takes at least one.
     const UNCHANGED: u32 = 3;
-    let (mut left, mut unchanged) = (closed.untaken(), 0);
-    while left > 0 && unchanged < UNCHANGED {
-        // The emulator looks at its sockets between two commands.
+    let (mut before, mut unchanged) = (closed.bytes(), 0);
+    while unchanged < UNCHANGED {
         inner.command("query-status", json!({})).await?;
-        let now = closed.untaken();
-        unchanged = if now == left { unchanged + 1 } else { 0 };
-        left = now;
+        let now = closed.bytes();
+        unchanged = if now == before { unchanged + 1 } else { 0 };
+        before = now;
     }
-    Ok(())
+    Ok(before)
 }
 
 async fn copy(guest: GuestMemory, image: &[Run], room: Room) -> Result<Captured, EngineError> {

@@ -10,8 +10,15 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
+    io,
     path::{Path, PathBuf},
+    pin::Pin,
     process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -29,7 +36,7 @@ use stockade_wire::{
     process::{PtySize, StartRequest},
 };
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
     net::UnixStream,
 };
 
@@ -307,6 +314,46 @@ pub async fn hello(machine: &QemuMachine) -> UnixStream {
     };
     tokio::time::timeout(Duration::from_secs(60), read).await.expect("the agent answers");
     stream
+}
+
+/// A link whose host stops reading when it is told to.
+pub struct Deafened {
+    stream: UnixStream,
+    deaf: Arc<AtomicBool>,
+}
+
+impl Deafened {
+    pub fn new(stream: UnixStream, deaf: Arc<AtomicBool>) -> Self {
+        Self { stream, deaf }
+    }
+}
+
+impl AsyncRead for Deafened {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.deaf.load(Ordering::Relaxed) {
+            // For good: nobody wakes it.
+            true => Poll::Pending,
+            false => Pin::new(&mut self.stream).poll_read(context, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for Deafened {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
 }
 
 fn rand_byte() -> u8 {
