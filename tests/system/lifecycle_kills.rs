@@ -93,9 +93,7 @@ async fn play(server: &mut TestServer, id: &str, verb: Verb, round: u32, moment:
     server.start_again().await;
 
     let sandbox = Sandbox::new(server, id);
-    let info = sandbox.info().await;
-    let state = info["state"].as_str().expect("a state").to_owned();
-    assert!(["running", "paused", "stopped"].contains(&state.as_str()), "{told}: {info}");
+    let (state, info) = settled(&sandbox, &told).await;
     if answer.is_some() {
         let expected = match verb {
             Verb::Standby | Verb::Hibernate => "paused",
@@ -116,6 +114,21 @@ async fn play(server: &mut TestServer, id: &str, verb: Verb, round: u32, moment:
     assert_eq!(sandbox.says("hostname").await, id, "{told}");
     clear_up(server, id, &told).await;
     answer.is_some()
+}
+
+/// What a sandbox is once the new server has ended what the old one had begun.
+async fn settled(sandbox: &Sandbox<'_>, told: &str) -> (String, Value) {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let begin = std::time::Instant::now();
+    loop {
+        let info = sandbox.info().await;
+        let state = info["state"].as_str().expect("a state").to_owned();
+        match state.as_str() {
+            "running" | "paused" | "stopped" => return (state, info),
+            "pausing" | "resuming" if begin.elapsed() < PATIENCE => tokio::time::sleep(Duration::from_millis(50)).await,
+            _ => panic!("{told}: {info}"),
+        }
+    }
 }
 
 /// Adds a mark to the disk and to the memory.
