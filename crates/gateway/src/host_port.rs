@@ -32,9 +32,8 @@ impl HostPort {
         let port = match rest.strip_prefix(':') {
             // `parse` would take a sign.
             Some(digits) if digits.bytes().all(|byte| byte.is_ascii_digit()) => digits.parse().unwrap_or(0),
-            Some(_) => 0,
-            None if !rest.is_empty() => 0,
-            None => return Ok(Self { host: host(written)?, port: None }),
+            None if rest.is_empty() => return Ok(Self { host: host(written)?, port: None }),
+            _ => 0,
         };
         if port == 0 {
             return Err("has a port that is none; ports are from 1 to 65535");

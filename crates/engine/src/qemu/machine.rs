@@ -199,9 +199,6 @@ impl Inner {
         }
         match self.open_session().await {
             Ok(client) => Ok(session.insert(client).clone()),
-            Err(EngineError::GuestSilent { waited, .. }) => {
-                Err(EngineError::GuestSilent { waited, console: self.console.last_lines(SHOWN_LINES) })
-            }
             Err(EngineError::LinkBroken { .. }) if self.exit.borrow().is_some() => Err(self.gone("its link broke")),
             Err(error) => Err(error),
         }
@@ -220,7 +217,8 @@ impl Inner {
             let opened = GuestClient::open(self.gate.wrap(self.connect_link()?), slice.min(left)).await;
             match opened {
                 Err(EngineError::GuestSilent { .. }) if slice < left => slice *= 2,
-                Err(EngineError::GuestSilent { console, .. }) => {
+                Err(EngineError::GuestSilent { .. }) => {
+                    let console = self.console.last_lines(SHOWN_LINES);
                     return Err(EngineError::GuestSilent { waited: begin.elapsed(), console });
                 }
                 opened => return opened,

@@ -62,9 +62,10 @@ impl CompiledPolicy {
             true => self.datagrams(destination, port, host),
             false => self.connect(destination, port, host),
         };
-        let decision = match (literal, &place.host) {
-            (Some(address), _) => judge(Destination::Address(address)),
-            (None, name) => {
+        let name = &place.host;
+        let decision = match literal {
+            Some(address) => judge(Destination::Address(address)),
+            None => {
                 let resolved = addresses.iter().map(|address| judge(Destination::Resolved(name, *address)));
                 let by_name = judge(Destination::Name(name));
                 let mut all: Vec<_> = resolved.collect();
