@@ -21,7 +21,7 @@ mod world;
 
 pub use host::Leftovers;
 pub use sandbox::{Ran, Sandbox};
-pub use scan::{Finding, Needle, scan};
+pub use scan::{Finding, Inodes, Needle, scan};
 pub use server::{Ended, TestServer};
 pub use world::{ACCESS_TOKEN, CLIENT_SECRET, MINT_BEARER, World};
 

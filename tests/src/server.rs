@@ -6,6 +6,7 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::Stdio,
+    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
@@ -23,7 +24,7 @@ use tokio::{
 };
 
 use crate::{
-    Leftovers, Sandbox,
+    ACCESS_TOKEN, CLIENT_SECRET, Finding, Inodes, Leftovers, MINT_BEARER, Needle, Sandbox, scan,
     host::{cgroup_prefix, processes},
     stockade_program, target_directory,
 };
@@ -36,7 +37,7 @@ const OWNER: &str = "test-pid";
 const POLL: Duration = Duration::from_millis(20);
 
 /// A running `stockade up`. Dropping it ends the server and its machines; [`TestServer::stop`] also
-/// checks that nothing is left.
+/// checks that nothing is left, and that no secret is in anything the server kept or said.
 pub struct TestServer {
     data: TempDir,
     arguments: Vec<String>,
@@ -44,6 +45,7 @@ pub struct TestServer {
     running: Option<Running>,
     client: Client,
     cgroup_prefix: Option<String>,
+    secrets: Mutex<Vec<String>>,
 }
 
 struct Running {
@@ -99,8 +101,9 @@ impl TestServer {
         fs::write(data.path().join(OWNER), std::process::id().to_string()).expect("it can be written to");
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         let environment = environment.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        let mut server =
-            Self { data, arguments, environment, running: None, client: Client::new(), cgroup_prefix: None };
+        let secrets = Mutex::new([ACCESS_TOKEN, CLIENT_SECRET, MINT_BEARER].map(str::to_owned).to_vec());
+        let (client, running, cgroup_prefix) = (Client::new(), None, None);
+        let mut server = Self { data, arguments, environment, running, client, cgroup_prefix, secrets };
         server.start_again().await;
         server
     }
@@ -137,6 +140,7 @@ impl TestServer {
         .await
         .unwrap_or_else(|_| panic!("the server was not ready in time:\n{}", self.log()));
         let key = fs::read_to_string(&ready.api_key_file).expect("there is a key").trim().to_owned();
+        self.guard(&key);
         self.running = Some(Running { child, ready, key });
     }
 
@@ -216,6 +220,9 @@ impl TestServer {
     ) -> Result<(StatusCode, Value), reqwest::Error> {
         let mut request = self.request(method, path);
         if let Some(body) = body {
+            if path.starts_with("/v1/secrets/") {
+                ["value", "client_secret"].iter().filter_map(|&field| body[field].as_str()).for_each(|it| self.guard(it));
+            }
             request = request.json(&body);
         }
         let answer = request.send().await?;
@@ -308,13 +315,34 @@ impl TestServer {
         assert!(status.expect("it is our child").success(), "the server stopped with an error:\n{}", self.log());
     }
 
-    /// Ends all sandboxes and the server, then checks that nothing of either is left on the host.
+    /// A text that must not be in anything the server keeps or says when it is stopped. What is sent to the API as a
+    /// secret's value is one of itself; one too short to be told from chance is not looked for.
+    pub fn guard(&self, secret: &str) {
+        let mut secrets = self.secrets.lock().unwrap_or_else(PoisonError::into_inner);
+        if secret.len() >= Needle::SHORTEST && !secrets.iter().any(|known| known == secret) {
+            secrets.push(secret.to_owned());
+        }
+    }
+
+    /// Where secrets are found that should not be: in any file of the data directory that is not shared with all
+    /// servers (log, database, audit, snapshots with their memory, sandboxes that are paused or ended).
+    fn betrayed(&self) -> Vec<Finding> {
+        let secrets = self.secrets.lock().unwrap_or_else(PoisonError::into_inner);
+        let needles: Vec<_> = secrets.iter().map(|secret| Needle::new(secret, secret)).collect();
+        let mut findings = scan(self.data_dir(), &needles, &Inodes::below(&target_directory().join("template-cache")));
+        findings.retain(|finding| finding.path != self.data_dir().join("api-key"));
+        findings
+    }
+
+    /// Ends all sandboxes and the server, then checks that nothing of either is left on the host and that no secret
+    /// was kept.
     pub async fn stop(mut self) {
         self.note_cgroups();
         self.kill_all().await;
         self.terminate().await;
         let left = self.wait_for_nothing().await;
         assert!(left.is_empty(), "left behind: {left}\nserver's log:\n{}", self.log());
+        assert_eq!(self.betrayed(), [], "a secret was kept");
     }
 
     /// Ends all sandboxes there are.

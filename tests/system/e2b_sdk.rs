@@ -15,6 +15,9 @@ use tokio::process::Command;
 /// A host that shows guests their own requests.
 const TEST_HOST: &str = "api.world.example";
 
+/// The values of secrets that the suites look for at that host.
+const SECRETS_BEGIN_WITH: &str = "value-of-the-secret-";
+
 /// What a server for the code interpreter is started with.
 const WITH_KERNELS: &[&str] = &["--with", "code-interpreter"];
 
@@ -23,6 +26,7 @@ async fn server_with(arguments: &[&str]) -> (TestServer, World) {
     let world = World::start(&[TEST_HOST]).await;
     let network = world.network_file(&json!({}));
     let server = TestServer::start_with(&[&["--pool", "0", "--network", &network], arguments].concat()).await;
+    server.guard(SECRETS_BEGIN_WITH);
     (server, world)
 }
 

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
-use stockade_system_tests::{ACCESS_TOKEN, CLIENT_SECRET, MINT_BEARER, Needle, Ran, Sandbox, TestServer, World, scan};
+use stockade_system_tests::{ACCESS_TOKEN, CLIENT_SECRET, Inodes, MINT_BEARER, Needle, Ran, Sandbox, TestServer, World, scan};
 
 const NAMES: [&str; 3] = ["api.world.example", "other.example", "login.example"];
 
@@ -228,7 +228,7 @@ async fn no_secret_is_found_in_anything_the_server_keeps_or_says() {
         Needle::new("client secret", CLIENT_SECRET),
         Needle::new("canary", CANARY),
     ];
-    let findings = scan(server.data_dir(), &needles);
+    let findings = scan(server.data_dir(), &needles, &Inodes::default());
     let (canaries, secrets): (Vec<_>, Vec<_>) = findings.into_iter().partition(|finding| finding.name == "canary");
     assert_eq!(secrets, []);
     let of_snapshots = canaries.iter().filter(|finding| finding.path.to_string_lossy().contains("snap"));

@@ -57,6 +57,7 @@ pub(crate) const BASE: Recipe = Recipe {
         "python3-pip",
         "python3-venv",
         "ripgrep",
+        "rsync",
         "sudo",
         "tar",
         "unzip",
