@@ -30,9 +30,17 @@ pub struct ApiError {
     pub hint: Cow<'static, str>,
     /// When to try again.
     pub retry_after: Option<Duration>,
+    in_the_way: Option<Box<InTheWay>>,
     cause: Option<Box<dyn Error + Send + Sync>>,
     /// The guest was lost in the middle of something: the sandbox's record may know why.
     is_lost_guest: bool,
+}
+
+/// The sandbox whose state is in the way.
+#[derive(Debug)]
+struct InTheWay {
+    sandbox: SandboxId,
+    state: SandboxState,
 }
 
 /// In the extensions of an answer whose error may be told better, and is not logged yet.
@@ -56,13 +64,30 @@ pub(crate) struct ErrorDetail<'a> {
     message: &'a str,
     /// What to do about it; may be empty.
     hint: &'a str,
+    /// With `wrong_state`: the sandbox that is in it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = String, required = false)]
+    sandbox: Option<&'a str>,
+    /// With `wrong_state`: the state it is in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = SandboxState, required = false)]
+    state: Option<SandboxState>,
 }
 
 impl ApiError {
     /// An error without a cause behind it.
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         let (code, message) = (Cow::Borrowed(code), message.into());
-        Self { status, code, message, hint: Cow::Borrowed(""), retry_after: None, cause: None, is_lost_guest: false }
+        Self {
+            status,
+            code,
+            message,
+            hint: Cow::Borrowed(""),
+            retry_after: None,
+            in_the_way: None,
+            cause: None,
+            is_lost_guest: false,
+        }
     }
 
     /// The request makes no sense: 400 `invalid_argument`.
@@ -109,7 +134,16 @@ impl ApiError {
 
     /// The error as the body of an answer or the last line of a stream.
     pub(crate) fn envelope(&self) -> ErrorEnvelope<'_> {
-        ErrorEnvelope { error: ErrorDetail { code: &self.code, message: &self.message, hint: &self.hint } }
+        let in_the_way = self.in_the_way.as_deref();
+        ErrorEnvelope {
+            error: ErrorDetail {
+                code: &self.code,
+                message: &self.message,
+                hint: &self.hint,
+                sandbox: in_the_way.map(|way| way.sandbox.as_str()),
+                state: in_the_way.map(|way| way.state),
+            },
+        }
     }
 
     /// Logs the error with all its causes. Called where the error is answered, once. Adapters that
@@ -196,8 +230,10 @@ impl From<ServiceError> for ApiError {
                 .hint("GET /v1/sandboxes?state=running,gone lists the sandboxes there are and were"),
             ServiceError::SandboxEnded { .. } => Self::new(StatusCode::CONFLICT, "sandbox_ended", message)
                 .hint("its record tells more; create a new sandbox"),
-            ServiceError::WrongState { state, .. } => {
-                Self::new(StatusCode::CONFLICT, "wrong_state", message).hint(way_on(state))
+            ServiceError::WrongState { id, state } => {
+                let mut error = Self::new(StatusCode::CONFLICT, "wrong_state", message).hint(way_on(state));
+                error.in_the_way = Some(Box::new(InTheWay { sandbox: id, state }));
+                error
             }
             ServiceError::Invalid { .. } => Self::invalid(message),
             ServiceError::IdempotencyConflict => Self::new(StatusCode::CONFLICT, "idempotency_conflict", message)

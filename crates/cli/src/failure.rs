@@ -6,7 +6,8 @@
 //! hint: `stockade ls` shows the sandboxes there are
 //! ```
 //!
-//! With `--json` it is the API's error object, `{"error":{"code","message","hint"}}`, on standard error.
+//! With `--json` it is the API's error object, `{"error":{"code","message","hint"}}`, on standard error; where a sandbox's
+//! state is in the way, `sandbox` and `state` beside them.
 //!
 //! Exit codes: 0 success; 1 the command failed; 2 bad usage. `run`, `exec`, `shell` and `attach` end with the
 //! command's own code, 128 + the signal that killed it, 124 when its time was up, 125 when Stockade itself
@@ -37,13 +38,18 @@ pub(crate) struct Failure {
     pub(crate) message: String,
     /// What to do about it.
     pub(crate) hint: Option<String>,
+    /// The sandbox that is in the way, if the API named one.
+    pub(crate) sandbox: Option<String>,
+    /// The state that sandbox is in.
+    pub(crate) state: Option<String>,
     /// The process's exit code.
     pub(crate) exit: u8,
 }
 
 impl Failure {
     pub(crate) fn new(code: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { code: code.into(), message: message.into(), hint: None, exit: FAILED }
+        let (code, message) = (code.into(), message.into());
+        Self { code, message, hint: None, sandbox: None, state: None, exit: FAILED }
     }
 
     /// Something on this host: `cannot read /x: permission denied`.

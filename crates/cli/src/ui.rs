@@ -43,8 +43,14 @@ impl Ui {
     /// An error, on standard error.
     pub(crate) fn failure(self, failure: &Failure) {
         let mut text = if self.json {
-            let Failure { code, message, hint, .. } = failure;
-            serde_json::json!({"error": {"code": code, "message": message, "hint": hint}}).to_string()
+            let Failure { code, message, hint, sandbox, state, exit: _ } = failure;
+            let mut error = serde_json::json!({"code": code, "message": message, "hint": hint});
+            for (name, value) in [("sandbox", sandbox), ("state", state)] {
+                if let Some(value) = value {
+                    error[name] = value.as_str().into();
+                }
+            }
+            serde_json::json!({"error": error}).to_string()
         } else {
             format!("error: {}", failure.message)
         };

@@ -94,6 +94,24 @@ async fn a_hint_fits_what_was_asked() {
 }
 
 #[tokio::test]
+async fn what_is_in_the_way_is_named_in_fields_of_its_own() {
+    let t = TestServer::start().await;
+    let id = t.create().await;
+    for (down, up, state) in [("pause", "resume", "paused"), ("stop", "start", "stopped")] {
+        t.post(&format!("/v1/sandboxes/{id}/{down}"), &json!({})).await;
+        let refused = t.post(&format!("/v1/sandboxes/{id}/snapshots"), &json!({})).await;
+        assert_eq!((refused.status.as_u16(), refused.code()), (409, "wrong_state"), "{refused:?}");
+        assert_eq!(refused.message(), format!("sandbox {id} is {state}"));
+        let error = &refused.json["error"];
+        assert_eq!((&error["sandbox"], &error["state"]), (&json!(id), &json!(state)), "{error}");
+        t.post(&format!("/v1/sandboxes/{id}/{up}"), &json!({})).await;
+    }
+    let unknown = t.get("/v1/sandboxes/sbxaaaaaaaaaaaaaaaaaaaa").await;
+    let error = unknown.json["error"].as_object().expect("an object");
+    assert!(!error.contains_key("sandbox") && !error.contains_key("state"), "none is in the way: {error:?}");
+}
+
+#[tokio::test]
 async fn names_are_refused_by_their_rule_and_long_words_are_not_repeated() {
     let t = TestServer::start().await;
     let id = t.create().await;

@@ -187,9 +187,13 @@ mod tests {
         // A hint at a route becomes one at a command.
         let body = br#"{"error":{"code":"sandbox_not_found","message":"sandbox x not found","hint":"GET /v1"}}"#;
         assert!(error_from(StatusCode::NOT_FOUND, body).hint.is_some_and(|hint| hint.contains("stockade ls")));
+        let body = br#"{"error":{"code":"wrong_state","message":"any words","hint":"POST /v1","sandbox":"x","state":"paused"}}"#;
+        let failure = error_from(StatusCode::CONFLICT, body);
+        assert_eq!(failure.hint.as_deref(), Some("`stockade resume x` brings it back"));
+        assert_eq!((failure.sandbox.as_deref(), failure.state.as_deref()), (Some("x"), Some("paused")));
+        // A server that does not say which and how.
         let body = br#"{"error":{"code":"wrong_state","message":"sandbox x is paused","hint":"POST /v1"}}"#;
-        let hint = error_from(StatusCode::CONFLICT, body).hint;
-        assert_eq!(hint.as_deref(), Some("`stockade resume x` brings it back"));
+        assert_eq!(error_from(StatusCode::CONFLICT, body).hint.as_deref(), Some("POST /v1"));
         assert_eq!(error_from(StatusCode::BAD_GATEWAY, b"<html>").code, "unexpected_answer");
     }
 }

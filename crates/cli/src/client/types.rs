@@ -22,13 +22,18 @@ pub(super) struct ApiError {
     message: String,
     #[serde(default)]
     hint: Option<String>,
+    /// Which sandbox is in the way, and the state it is in.
+    #[serde(default)]
+    sandbox: Option<String>,
+    #[serde(default)]
+    state: Option<String>,
 }
 
 impl ApiError {
     pub(super) fn into_failure(self) -> Failure {
         // Where the API names a route, a command says the same here.
         let ours = match self.code.as_str() {
-            "wrong_state" => way_back(&self.message),
+            "wrong_state" => self.way_back(),
             "sandbox_not_found" => Some("`stockade ls --all` lists the sandboxes there are and were".to_owned()),
             "template_not_found" => Some("`stockade template ls` lists the templates there are".to_owned()),
             "snapshot_not_found" => Some("`stockade snapshot ls` lists the snapshots there are".to_owned()),
@@ -38,19 +43,20 @@ impl ApiError {
         };
         let mut failure = Failure::new(self.code, self.message);
         failure.hint = ours.or(self.hint.filter(|hint| !hint.is_empty()));
+        failure.sandbox = self.sandbox;
+        failure.state = self.state;
         failure
     }
-}
 
-/// What brings a sandbox back that is not running, from `sandbox ID is STATE`.
-fn way_back(message: &str) -> Option<String> {
-    let (id, state) = message.strip_prefix("sandbox ")?.split_once(" is ")?;
-    let verb = match state {
-        "paused" => "resume",
-        "stopped" => "start",
-        _ => return None,
-    };
-    Some(format!("`stockade {verb} {id}` brings it back"))
+    /// What brings a sandbox back that is not running.
+    fn way_back(&self) -> Option<String> {
+        let verb = match self.state.as_deref()? {
+            "paused" => "resume",
+            "stopped" => "start",
+            _ => return None,
+        };
+        Some(format!("`stockade {verb} {}` brings it back", self.sandbox.as_deref()?))
+    }
 }
 
 /// A sandbox.

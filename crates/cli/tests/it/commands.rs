@@ -112,6 +112,11 @@ async fn what_is_paused_for_good_is_refused_with_the_way_back() {
         let ran = run(server.stockade(&["exec", &id, "--", "true"]), b"").await;
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(125), ""), "{}", ran.stderr);
         assert!(ran.stderr.contains(&format!("hint: `stockade {up} {id}`")), "{}", ran.stderr);
+        let ran = run(server.stockade(&["snapshot", &id, "--json"]), b"").await;
+        let error: Value = serde_json::from_str(&ran.stderr).expect("JSON");
+        let error = &error["error"];
+        let state = if up == "start" { "stopped" } else { "paused" };
+        assert_eq!((error["sandbox"].as_str(), error["state"].as_str()), (Some(&*id), Some(state)), "{error}");
         server.ok(&[up, &id]).await;
     }
 }
