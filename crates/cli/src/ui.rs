@@ -3,8 +3,14 @@
 use std::io::{self, Write};
 
 use serde::Serialize;
+use stockade_model::shortened;
 
 use crate::failure::Failure;
+
+/// Longest word of an error that is told whole: more than all but a few paths have.
+const LONGEST_WORD: usize = 512;
+/// Longest text of an error that is told whole.
+const LONGEST_TEXT: usize = 4096;
 
 /// How the user wants to be spoken to.
 #[derive(Clone, Copy, Debug)]
@@ -40,10 +46,11 @@ impl Ui {
         }
     }
 
-    /// An error, on standard error.
+    /// An error, on standard error. Whatever it repeats of what was typed, read or answered is bounded here.
     pub(crate) fn failure(self, failure: &Failure) {
+        let Failure { code, message, hint, sandbox, state, exit: _ } = failure;
+        let (message, hint) = (told(message), hint.as_deref().map(told));
         let mut text = if self.json {
-            let Failure { code, message, hint, sandbox, state, exit: _ } = failure;
             let mut error = serde_json::json!({"code": code, "message": message, "hint": hint});
             for (name, value) in [("sandbox", sandbox), ("state", state)] {
                 if let Some(value) = value {
@@ -52,9 +59,9 @@ impl Ui {
             }
             serde_json::json!({"error": error}).to_string()
         } else {
-            format!("error: {}", failure.message)
+            format!("error: {message}")
         };
-        if let (false, Some(hint)) = (self.json, &failure.hint) {
+        if let (false, Some(hint)) = (self.json, &hint) {
             text.push_str("\n\nhint: ");
             text.push_str(hint);
         }
@@ -90,6 +97,26 @@ pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
+/// An error's text for people: without control characters; of a word or a text that is too long what leads to it.
+fn told(text: &str) -> String {
+    let text: String = text.split_inclusive(char::is_whitespace).map(told_word).collect();
+    let text = printable(&text);
+    let Some((end, _)) = text.char_indices().nth(LONGEST_TEXT) else { return text };
+    // The reason stands at the end.
+    let (head, tail) =
+        (&text[..end], text.char_indices().rev().nth(LONGEST_TEXT / 4).map_or("", |(at, _)| &text[at..]));
+    format!("{head}… ({} bytes) …{tail}", text.len())
+}
+
+/// A word and the white space behind it.
+fn told_word(word: &str) -> String {
+    let bare = word.trim_end();
+    if bare.chars().nth(LONGEST_WORD).is_none() {
+        return word.to_owned();
+    }
+    format!("{}{}", shortened(bare), &word[bare.len()..])
+}
+
 /// Guest text made safe for a terminal: control characters become `\u{…}`.
 pub(crate) fn printable(text: &str) -> String {
     let escape = |character: char| match character {
@@ -108,6 +135,19 @@ mod tests {
     fn a_table_is_readable_without_colour() {
         let rows = [vec!["a".to_owned(), "running".to_owned()], vec!["long-id".to_owned(), "gone".to_owned()]];
         assert_eq!(table(&["ID", "STATE"], &rows), "ID       STATE\na        running\nlong-id  gone\n");
+    }
+
+    #[test]
+    fn an_error_repeats_little_of_what_is_long_and_keeps_the_reason() {
+        let path = format!("/tmp/{}", "é".repeat(400));
+        let text = format!("cannot read {path}: no such file");
+        assert_eq!(told(&text), text, "a long path is still one");
+        let word = "x".repeat(100_000);
+        let start = "x".repeat(64);
+        assert_eq!(told(&format!("a {word}\nb")), format!("a {start}… (100000 bytes)\nb"));
+        let words = told(&format!("cannot read {}: no such file", "a\u{1b}b ".repeat(30_000)));
+        assert!(words.starts_with("cannot read a\\u{1b}b ") && words.ends_with(": no such file"), "{words}");
+        assert!(words.chars().count() < LONGEST_TEXT * 2, "{}", words.len());
     }
 
     #[test]

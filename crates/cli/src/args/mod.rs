@@ -170,7 +170,7 @@ pub(crate) enum Command {
 /// They make no sense, which has been said, or there is nothing to run beyond what was said: the exit code.
 pub(crate) fn parse() -> Result<(Arguments, bool), ExitCode> {
     let typed: Vec<_> = std::env::args_os().collect();
-    match read(&typed) {
+    match read(&typed).map_err(refusal::bounded) {
         Ok((arguments, json)) => {
             let json = json || matches!(&arguments.command, Command::Bench(Bench { json_file: Some(None), .. }));
             Ok((arguments, json))

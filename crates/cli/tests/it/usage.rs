@@ -76,6 +76,60 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
 }
 
 #[tokio::test]
+async fn what_is_long_or_drives_a_terminal_is_not_repeated_as_it_is() {
+    let server = TestServer::start().await;
+    let long = format!("{}\u{1b}[2J", "L".repeat(100_000));
+    let escape = "a\u{1b}[2Jb";
+    let option = |word: &str| format!("--{word}");
+    let path = |word: &str| format!("/nonexistent/{word}");
+    let sandbox = "sbxaaaaaaaaaaaaaaaaaaaa:";
+    for word in [long.as_str(), escape] {
+        for arguments in [
+            &["create", "--lifetime", word][..],
+            &["audit", "--verdict", word],
+            &["up", "--http", word],
+            &["snapshot", "sbx", "--name", word],
+            &["snapshot", "ls", "sbx", word],
+            &[word],
+            &["template", word],
+            &["ls", &option(word)],
+            &["run", &option(word), "--", "true"],
+            &["cp", &path(word), sandbox],
+            &["cp", &format!("{sandbox}x"), &format!("sbxshort:{word}")],
+            &["template", "build", &path(word)],
+            &["ssh-key", "add", "mine", &path(word)],
+            &["policy", "set", "sbx", "--file", &path(word)],
+            &["ls", "--url", word],
+            &["ls", "--url", &format!("http://127.0.0.1:1/{word}")],
+            &["ls", "--data-dir", &path(word)],
+            &["info", word],
+            &["logs", "sbx", word],
+        ] {
+            for json in [&[][..], &["--json"]] {
+                let all: Vec<&str> = json.iter().chain(arguments).copied().collect();
+                let mut command = server.stockade(&all);
+                if arguments.contains(&"--data-dir") {
+                    command.env_remove("STOCKADE_URL");
+                }
+                let ran = run(command, b"").await;
+                let said: String = arguments.iter().map(|part| format!("{part:.40} ")).collect();
+                assert!(!matches!(ran.code, Some(0) | None), "{said:?}");
+                assert!(ran.stderr.len() < 2000, "{said:?}: {} bytes", ran.stderr.len());
+                let text = match json {
+                    [] => ran.stderr.clone(),
+                    _ => {
+                        let error: serde_json::Value = serde_json::from_str(&ran.stderr).expect("JSON");
+                        let text = |name: &str| error["error"][name].as_str().unwrap_or_default().to_owned();
+                        text("message") + &text("hint")
+                    }
+                };
+                assert!(!text.chars().any(|char| char.is_control() && char != '\n'), "{said:?}: {text:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn an_empty_command_is_refused_with_the_usage_of_what_was_typed() {
     for (arguments, usage) in [
         (&["run", "--", ""][..], "Usage: stockade run [OPTIONS] -- <COMMAND>..."),
