@@ -24,6 +24,7 @@ mod local_paths;
 mod server;
 mod terminal;
 mod ui;
+mod waiting;
 
 /// Parses the command line, runs the command, returns its exit code.
 pub fn main() -> ExitCode {

@@ -1,48 +1,58 @@
 //! `stockade pause | resume | stop | start | set | rollback | promote`.
 
 use serde_json::{Map, Value, json};
+use stockade_model::shortened;
 
 use super::{Context, sandboxes::local_time};
 use crate::{
     args::{Idle, One, Pause, Resume, Rollback, Rules, Set},
+    client::Sandbox,
     failure::{BAD_USAGE, Failure},
+    waiting::telling,
 };
 
+/// A verb of a sandbox, told of for as long as it takes.
+async fn change(context: &Context, id: &str, verb: &str, body: &Value, doing: &str) -> Result<Sandbox, Failure> {
+    let doing = format!("{doing} {}", shortened(id));
+    telling(context.ui, &doing, context.client.change(id, verb, body)).await
+}
+
 pub(super) async fn pause(context: &Context, args: Pause) -> Result<(), Failure> {
-    let tier = match (args.standby, args.archive) {
-        (true, _) => "standby",
-        (_, true) => "archived",
-        _ => "hibernated",
+    let (tier, doing) = match (args.standby, args.archive, args.disk_only) {
+        (true, _, _) => ("standby", "halting"),
+        (_, true, _) => ("archived", "archiving"),
+        (_, _, true) => ("hibernated", "shutting down"),
+        _ => ("hibernated", "hibernating"),
     };
     let body = json!({"memory": !args.disk_only, "tier": tier});
-    let sandbox = context.client.change(&args.sandbox, "pause", &body).await?;
+    let sandbox = change(context, &args.sandbox, "pause", &body, doing).await?;
     context.ui.data(&sandbox, || sandbox.state.clone())
 }
 
 pub(super) async fn resume(context: &Context, args: Resume) -> Result<(), Failure> {
     let body = json!({"lifetime_seconds": args.lifetime});
-    let sandbox = context.client.change(&args.sandbox, "resume", &body).await?;
+    let sandbox = change(context, &args.sandbox, "resume", &body, "bringing back").await?;
     context.ui.data(&sandbox, || format!("deadline {}", local_time(&sandbox.deadline)))
 }
 
 pub(super) async fn stop(context: &Context, args: One) -> Result<(), Failure> {
-    let sandbox = context.client.change(&args.sandbox, "stop", &json!({})).await?;
+    let sandbox = change(context, &args.sandbox, "stop", &json!({}), "shutting down").await?;
     context.ui.data(&sandbox, || sandbox.state.clone())
 }
 
 pub(super) async fn start(context: &Context, args: One) -> Result<(), Failure> {
-    let sandbox = context.client.change(&args.sandbox, "start", &json!({})).await?;
+    let sandbox = change(context, &args.sandbox, "start", &json!({}), "booting").await?;
     context.ui.data(&sandbox, || format!("deadline {}", local_time(&sandbox.deadline)))
 }
 
 pub(super) async fn rollback(context: &Context, args: Rollback) -> Result<(), Failure> {
     let body = json!({"snapshot": args.snapshot});
-    let sandbox = context.client.change(&args.sandbox, "rollback", &body).await?;
+    let sandbox = change(context, &args.sandbox, "rollback", &body, "rolling back").await?;
     context.ui.data(&sandbox, || sandbox.id.clone())
 }
 
 pub(super) async fn promote(context: &Context, args: One) -> Result<(), Failure> {
-    let sandbox = context.client.change(&args.sandbox, "promote", &json!({})).await?;
+    let sandbox = change(context, &args.sandbox, "promote", &json!({}), "promoting").await?;
     context.ui.data(&sandbox, || sandbox.id.clone())
 }
 

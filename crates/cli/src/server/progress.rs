@@ -2,20 +2,20 @@
 //! step elsewhere. Steps that take no time are not mentioned: a second start is quiet.
 
 use std::{
-    io::{self, IsTerminal as _},
     sync::Mutex,
     time::{Duration, Instant},
 };
 
-use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar};
 use stockade_images::progress::{Progress, Report, Unit};
 
-use crate::ui::Ui;
+use crate::{
+    ui::Ui,
+    waiting::{SAY_EVERY, spinner},
+};
 
 /// Steps below this are not told of.
 const WORTH_TELLING: Duration = Duration::from_millis(500);
-/// Without a terminal, a long step says so often that it is alive.
-const SAY_EVERY: Duration = Duration::from_secs(15);
 
 pub(super) struct Display {
     ui: Ui,
@@ -32,14 +32,7 @@ struct Current {
 
 impl Display {
     pub(super) fn new(ui: Ui) -> Self {
-        let bar = (io::stderr().is_terminal() && !ui.json).then(|| {
-            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            let style = ProgressStyle::with_template("{spinner} {msg} ({elapsed})");
-            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
-            bar.enable_steady_tick(Duration::from_millis(200));
-            bar
-        });
-        Self { ui, bar, current: Mutex::new(None) }
+        Self { ui, bar: spinner(ui), current: Mutex::new(None) }
     }
 
     /// A step of our own, which says no more than its name.

@@ -5,3 +5,4 @@ mod cp;
 mod exec;
 mod support;
 mod usage;
+mod waiting;
