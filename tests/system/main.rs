@@ -1,5 +1,6 @@
 //! Whole-system tests: the real program, real machines. See the library for how a test begins and ends.
 
+mod accelerator;
 mod base_template;
 mod cpython;
 mod e2b_sdk;

@@ -73,3 +73,20 @@ fn read_network(path: &Path) -> Result<NetworkConfig, Failure> {
             .hint("docs/network.md describes the file")
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kvm_that_cannot_be_there_is_refused_with_the_way_out() {
+        let place = tempfile::TempDir::new().expect("a directory");
+        let device = place.path().join("kvm");
+        let refused = check_kvm(&device).expect_err("there is none");
+        assert_eq!((refused.code.as_str(), refused.exit), (UNSUPPORTED, crate::failure::FAILED));
+        assert!(refused.message.starts_with("--accel kvm cannot be honoured: "), "{refused}");
+        assert!(refused.hint.is_some_and(|hint| hint.contains("--accel auto")));
+        std::fs::write(&device, "").expect("a file");
+        assert_eq!(check_kvm(&device), Ok(()), "whether it serves shows later");
+    }
+}

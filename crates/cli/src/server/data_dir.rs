@@ -35,8 +35,26 @@ const KEY_FILE: &str = "api-key";
 #[derive(Debug)]
 pub(crate) struct DataDir {
     path: PathBuf,
-    is_new: bool,
+    before: Before,
     _lock: Flock<File>,
+}
+
+/// What was there before it was taken.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Before {
+    Nothing,
+    EmptyDirectory,
+    DataDirectory,
+}
+
+impl Before {
+    fn of(path: &Path) -> Self {
+        match fs::read_dir(path).map(|mut entries| entries.next().is_none()) {
+            Ok(true) => Self::EmptyDirectory,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::Nothing,
+            _ => Self::DataDirectory,
+        }
+    }
 }
 
 impl DataDir {
@@ -59,7 +77,7 @@ impl DataDir {
     /// Makes the directory if there is none, and takes it.
     pub(crate) fn take(path: &Path) -> Result<Self, Failure> {
         let path = absolute(path)?;
-        let is_new = !path.exists();
+        let before = Before::of(&path);
         // Others have no business with records and keys.
         fs::DirBuilder::new().recursive(true).mode(0o711).create(&path).map_err(|error| unusable(&path, &error))?;
         let lock = take_lock(&path)?;
@@ -67,15 +85,19 @@ impl DataDir {
             let format = path.join(FORMAT_FILE);
             fs::write(&format, format!("{FORMAT}\n")).map_err(|error| unusable(&format, &error))?;
         }
-        Ok(Self { path, is_new, _lock: lock })
+        Ok(Self { path, before, _lock: lock })
     }
 
-    /// Nothing can be served from here: a directory that was made just now goes again, any other stays as it is.
+    /// Nothing can be served from here: what was made in a place that was empty goes again. The records and machines
+    /// of an earlier server stay as they are.
     pub(crate) fn give_up(self) {
-        if self.is_new
-            && let Err(error) = fs::remove_dir_all(&self.path)
-        {
-            tracing::warn!(%error, "{} could not be removed again", self.path.display());
+        let removed = match self.before {
+            Before::Nothing => fs::remove_dir_all(&self.path),
+            Before::EmptyDirectory => remove_contents(&self.path),
+            Before::DataDirectory => Ok(()),
+        };
+        if let Err(error) = removed {
+            tracing::warn!(%error, "what was made in {} could not be removed again", self.path.display());
         }
     }
 
@@ -128,6 +150,17 @@ impl DataDir {
         };
         write().map(drop).map_err(|error| unusable(path, &error))
     }
+}
+
+fn remove_contents(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        match entry.file_type()?.is_dir() {
+            true => fs::remove_dir_all(entry.path())?,
+            false => fs::remove_file(entry.path())?,
+        }
+    }
+    Ok(())
 }
 
 fn take_lock(directory: &Path) -> Result<Flock<File>, Failure> {
@@ -250,6 +283,29 @@ mod tests {
         assert_eq!(holder(place.path()), None);
         let (again, is_new) = DataDir::take(place.path()).expect("taken again").api_key().expect("a key");
         assert!(!is_new && again.matches(key.expose()));
+    }
+
+    #[test]
+    fn giving_up_leaves_the_place_as_it_was() {
+        let place = TempDir::new().expect("a dir");
+        let new = place.path().join("data");
+        let taken = || {
+            let data_dir = DataDir::take(&new).expect("taken");
+            data_dir.api_key().expect("a key");
+            fs::create_dir(data_dir.join("kernel")).expect("a directory");
+            data_dir
+        };
+        taken().give_up();
+        assert!(!new.exists());
+        fs::create_dir(&new).expect("a directory");
+        taken().give_up();
+        assert!(new.exists() && fs::read_dir(&new).expect("a directory").count() == 0);
+        // An earlier server's.
+        drop(taken());
+        fs::remove_dir(new.join("kernel")).expect("removed");
+        let key = fs::read(new.join(KEY_FILE)).expect("a key");
+        taken().give_up();
+        assert!(new.join("kernel").exists() && fs::read(new.join(KEY_FILE)).expect("a key") == key);
     }
 
     #[test]

@@ -104,6 +104,38 @@ async fn templates_that_cannot_be_removed_are_each_named() {
 }
 
 #[tokio::test]
+async fn templates_that_were_removed_are_printed_and_gone() {
+    let server = TestServer::start().await;
+    for name in ["one", "two", "three"] {
+        let spec = serde_json::json!({"name": name, "from": "base", "steps": []}).to_string();
+        let built = run(server.stockade(&["template", "build", "-"]), spec.as_bytes()).await;
+        assert_eq!((built.code, built.stdout), (Some(0), format!("{name}\n")), "{}", built.stderr);
+    }
+    let ran = run(server.stockade(&["template", "rm", "one", "two"]), b"").await;
+    assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "one\ntwo\n", ""));
+    let removed: Value = serde_json::from_str(&server.ok(&["template", "rm", "three", "--json"]).await).expect("JSON");
+    assert_eq!(removed, serde_json::json!({"deleted": ["three"]}));
+    let left: Value = serde_json::from_str(&server.ok(&["template", "ls", "--json"]).await).expect("JSON");
+    let names: Vec<_> = left["items"].as_array().into_iter().flatten().map(|item| item["name"].as_str()).collect();
+    assert_eq!(names, [Some("base")]);
+}
+
+#[tokio::test]
+async fn a_console_with_nothing_on_it_says_so_and_not_on_standard_output() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    let ran = run(server.stockade(&["logs", &id]), b"").await;
+    assert!(ran.code == Some(0) && ran.stdout.starts_with("fake machine ") && ran.stderr.is_empty(), "{ran:?}");
+    // It has no machine, and so no console.
+    server.ok(&["pause", &id]).await;
+    let ran = run(server.stockade(&["logs", &id]), b"").await;
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(0), ""));
+    assert!(ran.stderr.starts_with("the console has nothing on it; ") && ran.stderr.lines().count() == 1, "{ran:?}");
+    let ran = run(server.stockade(&["logs", &id, "--json"]), b"").await;
+    assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), ("{\"console\":\"\"}\n", ""));
+}
+
+#[tokio::test]
 async fn what_is_paused_for_good_is_refused_with_the_way_back() {
     let server = TestServer::start().await;
     let id = server.ok(&["create", "--auto-resume", "false"]).await.trim().to_owned();
