@@ -184,7 +184,7 @@ pub(crate) fn parse() -> Result<(Arguments, bool), ExitCode> {
 }
 
 fn read(typed: &[OsString]) -> Result<(Arguments, bool), clap::Error> {
-    let matches = command().try_get_matches_from(typed)?;
+    let matches = command().try_get_matches_from(typed).map_err(|error| refusal::naming_lifetime(error, command()))?;
     let (arguments, json) = (Arguments::from_arg_matches(&matches)?, says_json(&matches));
     check(&arguments.command, json)?;
     Ok((arguments, json))

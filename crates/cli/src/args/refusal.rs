@@ -31,6 +31,30 @@ pub(super) fn bounded(mut error: clap::Error) -> clap::Error {
     error
 }
 
+/// Commands that say how long a sandbox lives and run nothing in it.
+const OF_LIFETIMES: [&str; 3] = ["create", "set", "resume"];
+
+/// The same error; where `--timeout` was typed for a sandbox's lifetime, as E2B calls it, with a tip that says so. What
+/// only looks like it is something else.
+pub(super) fn naming_lifetime(mut error: clap::Error, mut command: clap::Command) -> clap::Error {
+    let is_timeout =
+        matches!(error.get(ContextKind::InvalidArg), Some(ContextValue::String(word)) if word == "--timeout");
+    let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) else { return error };
+    let usage = usage.to_string();
+    let name = usage.split_whitespace().skip_while(|word| *word != command.get_name()).nth(1).unwrap_or_default();
+    if error.kind() != ErrorKind::UnknownArgument || !is_timeout || !OF_LIFETIMES.contains(&name) {
+        return error;
+    }
+    command.build();
+    let Some(command) = command.find_subcommand_mut(name) else { return error };
+    error.remove(ContextKind::SuggestedArg);
+    error.insert(ContextKind::Usage, ContextValue::StyledStr(command.render_usage()));
+    let tip = "how long a sandbox lives is said with '--lifetime <SECONDS>'; a '--timeout' is a command's, with `stockade run` \
+               and `stockade exec`";
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    error
+}
+
 /// The first paragraph is what is wrong; tips and the usage are the hint.
 pub(super) fn failure(error: &clap::Error) -> Failure {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {

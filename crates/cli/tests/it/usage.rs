@@ -76,6 +76,27 @@ async fn wrong_arguments_end_with_code_2_and_say_so_on_standard_error() {
 }
 
 #[tokio::test]
+async fn a_timeout_of_a_sandbox_is_led_to_its_lifetime() {
+    for (arguments, usage) in [
+        (&["create", "--timeout", "60"][..], "Usage: stockade create [OPTIONS]"),
+        (&["--url", "http://create", "create", "--timeout=60"], "Usage: stockade create [OPTIONS]"),
+        (&["set", "sbx", "--timeout", "60"], "Usage: stockade set [OPTIONS] <SANDBOX>"),
+        (&["resume", "sbx", "--timeout", "60"], "Usage: stockade resume [OPTIONS] <SANDBOX>"),
+    ] {
+        for json in [&[][..], &["--json"]] {
+            let ran = run(stockade(&[json, arguments].concat()), b"").await;
+            assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:?}");
+            let told = "how long a sandbox lives is said with '--lifetime <SECONDS>'";
+            assert!(ran.stderr.contains(told) && ran.stderr.contains(usage), "{}", ran.stderr);
+            assert!(!ran.stderr.contains("--on-timeout"), "{}", ran.stderr);
+        }
+    }
+    for other in [&["kill", "--timeout", "60"][..], &["create", "--time", "60"]] {
+        assert!(!run(stockade(other), b"").await.stderr.contains("how long a sandbox lives"), "{other:?}");
+    }
+}
+
+#[tokio::test]
 async fn what_is_long_or_drives_a_terminal_is_not_repeated_as_it_is() {
     let server = TestServer::start().await;
     let long = format!("{}\u{1b}[2J", "L".repeat(100_000));
