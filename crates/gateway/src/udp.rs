@@ -265,17 +265,20 @@ impl UdpFlow {
 
     /// Gives the guest what has arrived; returns how many bytes.
     fn take_answers(&self, link: &Link, socket: &UdpSocket) -> u64 {
-        let mut buffer = [0; u16::MAX as usize];
+        // One more than fits: what is longer shows, and is not cut to what fits. It is not cleared for each wake, and
+        // a flow that waits holds none.
+        let mut buffer = Vec::with_capacity(LONGEST_ANSWER + 1);
         let mut bytes = 0;
         let is_open = self.state.open();
         for _ in 0..ANSWERS_AT_ONCE {
             if !*is_open {
                 break;
             }
-            match socket.try_recv(&mut buffer) {
+            buffer.clear();
+            match socket.try_recv_buf(&mut buffer) {
                 Ok(length) if length <= LONGEST_ANSWER => {
                     bytes += length as u64;
-                    link.answer_udp(self.key.address, self.key.port, self.key.guest_port, &buffer[..length]);
+                    link.answer_udp(self.key.address, self.key.port, self.key.guest_port, &buffer);
                 }
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
