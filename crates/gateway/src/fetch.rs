@@ -70,29 +70,26 @@ pub struct Fetcher {
 }
 
 /// Where a URL leads.
-struct Place {
-    host: String,
-    port: u16,
-}
+type Place = HostPort<u16>;
 
-/// Whether a text is a URL that can be asked: `https`, a host, no credentials, no fragment.
+/// Whether a text is a URL that can be asked: `https`, a host, no credentials, no fragment. The URL and where it leads.
 ///
 /// # Errors
 /// It is not; the text says why.
-pub fn check_https_url(text: &str) -> Result<Uri, &'static str> {
+pub fn check_https_url(text: &str) -> Result<(Uri, HostPort<u16>), &'static str> {
     if text.contains('#') {
         return Err("has a fragment");
     }
     let url: Uri = text.parse().map_err(|_| "is no URL")?;
-    place(&url).map(|_| url)
+    let place = place(&url)?;
+    Ok((url, place))
 }
 
 fn place(url: &Uri) -> Result<Place, &'static str> {
     if url.scheme_str() != Some("https") {
         return Err("is not https");
     }
-    let HostPort { host, port } = HostPort::of(url.authority().ok_or("names no host")?)?;
-    Ok(Place { host, port: port.unwrap_or(443) })
+    Ok(HostPort::of(url.authority().ok_or("names no host")?)?.or(443))
 }
 
 impl Fetcher {
@@ -172,7 +169,7 @@ impl Fetcher {
     }
 
     async fn connect(&self, asker: Asker, place: &Place) -> Result<BoxIo, FetchError> {
-        let Place { host, port } = place;
+        let HostPort { host, port } = place;
         let failed = |problem: String| FetchError::Failed { host: host.clone(), problem };
         let literal = host.parse::<IpAddr>().ok();
         let judge = |destination| {

@@ -9,13 +9,13 @@ use http::uri::Authority;
 
 use crate::policy::normalize_name;
 
-/// A host and, where it is said, a port.
+/// A host and, where it is said, a port; `HostPort<u16>`: a host and the port of it that is meant.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct HostPort {
+pub struct HostPort<P = Option<u16>> {
     /// A name as names are compared, or an address without brackets.
     pub host: String,
     /// From 1.
-    pub port: Option<u16>,
+    pub port: P,
 }
 
 impl HostPort {
@@ -50,6 +50,13 @@ impl HostPort {
         Self::of(&rest.parse().map_err(|_| "names no host")?)
     }
 
+    /// With the port that is meant where none is said.
+    pub fn or(self, port: u16) -> HostPort<u16> {
+        HostPort { host: self.host, port: self.port.unwrap_or(port) }
+    }
+}
+
+impl<P> HostPort<P> {
     /// The address, if the host is one.
     pub fn address(&self) -> Option<IpAddr> {
         self.host.parse().ok()

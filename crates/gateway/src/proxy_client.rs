@@ -84,11 +84,11 @@ impl ProxyPlace {
             Some("socks5h") => return Err("names are resolved here alone, so use socks5://"),
             _ => return Err("use http://, https:// or socks5://"),
         };
-        let HostPort { host, port } = HostPort::of(url.authority().ok_or("names no host")?)?;
+        let HostPort { host, port } = HostPort::of(url.authority().ok_or("names no host")?)?.or(default);
         if !matches!(url.path(), "" | "/") || url.query().is_some() {
             return Err("takes a host and a port alone");
         }
-        Ok(Self { kind, host, port: port.unwrap_or(default) })
+        Ok(Self { kind, host, port })
     }
 
     /// Asks the proxy at the other end of `stream` for an address. Errors say what it answered and nothing of what it

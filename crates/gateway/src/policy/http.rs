@@ -15,7 +15,7 @@ use super::{
     compile::name_set,
     names::{NameSet, whole_regex},
 };
-use crate::{HostPort, broker::Template};
+use crate::broker::Template;
 
 const MAX_HEADERS: usize = 64;
 const MAX_VALUE: usize = 8 << 10;
@@ -394,8 +394,7 @@ fn compile_headers(
 
 fn compile_forward(field: &str, forward: &Forward, is_operators: bool) -> Result<CompiledForward, PolicyError> {
     let wrong = |problem: &str| PolicyError::new(format!("{field}.url"), problem);
-    let url = crate::fetch::check_https_url(&forward.url).map_err(wrong)?;
-    let place = HostPort::of(url.authority().ok_or_else(|| wrong("names no host"))?).map_err(wrong)?;
+    let (url, place) = crate::fetch::check_https_url(&forward.url).map_err(wrong)?;
     // Policies judge where it leads by name; what an address is meant to be cannot be told.
     if place.address().is_some() {
         return Err(wrong("needs a host name, not an address"));
@@ -405,7 +404,7 @@ fn compile_forward(field: &str, forward: &Forward, is_operators: bool) -> Result
     }
     Ok(CompiledForward {
         host: place.host,
-        port: place.port.unwrap_or(443),
+        port: place.port,
         path: url.path().trim_end_matches('/').to_owned(),
         headers: compile_headers(&format!("{field}.headers"), &forward.headers)?,
         is_operators,

@@ -43,8 +43,8 @@ impl Session {
         let authority: Authority = text.parse().ok()?;
         let default = if self.scheme == Scheme::Http { 80 } else { 443 };
         // `user@host` is for people.
-        let place = HostPort::of(&authority).ok()?;
-        if place.port.unwrap_or(default) != self.target.port {
+        let place = HostPort::of(&authority).ok()?.or(default);
+        if place.port != self.target.port {
             return None;
         }
         match (&self.target.name, place.address()) {
