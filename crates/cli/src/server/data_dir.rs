@@ -155,9 +155,14 @@ impl DataDir {
 fn remove_contents(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
-        match entry.file_type()?.is_dir() {
-            true => fs::remove_dir_all(entry.path())?,
-            false => fs::remove_file(entry.path())?,
+        let removed = match entry.file_type()?.is_dir() {
+            true => fs::remove_dir_all(entry.path()),
+            false => fs::remove_file(entry.path()),
+        };
+        match removed {
+            // The database removes files of its own while it is closed.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            other => other?,
         }
     }
     Ok(())
