@@ -1,6 +1,6 @@
 // What this server does not have is refused by name, through the calls that ask for it.
 import assert from "node:assert/strict";
-import { NotFoundError, Sandbox, Secret, Template, Volume } from "e2b";
+import { Sandbox, Secret, Template, Volume } from "e2b";
 import { test } from "./compat.mjs";
 
 const OF_VOLUMES = {
@@ -42,7 +42,6 @@ const ABSENT_TEMPLATES = {
   devcontainer: (steps) => steps.betaDevContainerPrebuild("/a").betaSetDevContainerStart("/a"),
 };
 const OF_CREATE = {
-  mcp: { mcp: { exa: { apiKey: "k" } } },
   iam: { iam: { tokens: { aws: Secret.iamToken({ audience: "sts.example", tokenType: "JWT-SVID" }) } } },
   volumeMounts: { volumeMounts: { "/data": "mine" } },
   autoPauseMemory: { lifecycle: { onTimeout: { action: "pause", keepMemory: false } } },
@@ -82,11 +81,6 @@ export default function refused(box) {
     for (const [field, options] of Object.entries(OF_CREATE)) {
       await assert.rejects(Sandbox.create(options), new RegExp(`${field} is not supported`));
     }
-  });
-
-  test("a sandbox has no MCP gateway", async () => {
-    assert.equal(box().getMcpUrl(), `https://${box().getHost(50005)}/mcp`);
-    await assert.rejects(box().getMcpToken(), NotFoundError);
   });
 
   test("memory that was kept is not thrown away", async () => {

@@ -15,6 +15,7 @@ import {
   Volume,
 } from "e2b";
 import { covers, test } from "./compat.mjs";
+import mcp from "./mcp.mjs";
 import options from "./options.mjs";
 import refused from "./refused.mjs";
 import templates, { READY, START } from "./templates.mjs";
@@ -264,3 +265,4 @@ test("fifty commands at once", async () => {
 options(() => box);
 refused(() => box);
 templates();
+mcp(() => box);

@@ -1,6 +1,5 @@
 """What this server does not have is refused by name, through the calls that ask for it."""
 
-import json
 import os
 import uuid
 
@@ -96,8 +95,8 @@ def test_templates_that_do_not_exist_here_are_named(sdk, parent, steps):
         sdk.Template.build(steps(sdk.Template().from_template(parent)), f"refused-{uuid.uuid4().hex[:12]}")
 
 
-def test_mcp_is_refused_and_a_sandbox_has_no_gateway(sdk, either):
-    with pytest.raises(Exception, match="mcp is not supported"):
+def test_without_a_template_that_has_a_gateway_it_is_said_what_to_do(sdk, either):
+    with pytest.raises(Exception, match="template 'mcp-gateway' not found: build one"):
         sdk.Sandbox.create(mcp={"exa": {"apiKey": "k"}})
     assert either.get_mcp_url() == f"https://{either.get_host(50005)}/mcp"
     with pytest.raises(NotFoundException, match="/etc/mcp-gateway/.token"):
@@ -123,7 +122,7 @@ def test_volumes_are_not_mounted(sdk):
 
 def test_what_a_sandbox_cannot_have_is_refused_at_create(edge):
     key = os.environ["E2B_API_KEY"]
-    for field, value in [("mcp", {"server": {}}), ("iam", {"tokens": {}}), ("volumeMounts", [{"name": "v", "path": "/v"}])]:
+    for field, value in [("iam", {"tokens": {}}), ("volumeMounts", [{"name": "v", "path": "/v"}])]:
         answer = edge.api("POST", "/v2/sandboxes", key, json={"templateID": "base", field: value})
         assert answer.status_code == 400
         assert field in answer.json()["message"]

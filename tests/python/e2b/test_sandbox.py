@@ -210,11 +210,6 @@ def test_a_wrong_key_is_refused(server):
         Sandbox.create(api_key="e2b_" + "0" * 40)
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(server):
-    with pytest.raises(SandboxException, match="mcp is not supported"):
-        Sandbox.create(mcp={"browserbase": {}})
-
-
 def test_internet_access_is_reported_as_it_is(make):
     assert make(allow_internet_access=False).get_info().allow_internet_access is False
     assert make(allow_internet_access=True).get_info().allow_internet_access is True

@@ -138,3 +138,17 @@ async fn a_snapshot_is_listed_started_from_and_deleted_like_a_template() {
     assert_eq!(template.status, StatusCode::BAD_REQUEST);
     assert!(template.json["message"].as_str().is_some_and(|text| text.contains("template of the server")));
 }
+
+#[tokio::test]
+async fn a_sandbox_with_mcp_servers_needs_a_template_with_a_gateway() {
+    let t = TestServer::start().await;
+    let servers = json!({"exa": {"apiKey": "k"}});
+    create(&t, json!({"templateID": "base", "mcp": servers})).await;
+    let missing = post(&t, "/v2/sandboxes", json!({"templateID": "mcp-gateway", "mcp": servers})).await;
+    assert_eq!(missing.status, StatusCode::NOT_FOUND);
+    let message = missing.json["message"].as_str().unwrap_or_default();
+    assert!(message.starts_with("template 'mcp-gateway' not found: build one"), "{missing:?}");
+    let nonsense = post(&t, "/v2/sandboxes", json!({"templateID": "base", "mcp": "exa"})).await;
+    assert_eq!(nonsense.status, StatusCode::BAD_REQUEST);
+    assert!(nonsense.json["message"].as_str().is_some_and(|text| text.contains("mcp")), "{nonsense:?}");
+}

@@ -12,6 +12,12 @@ use stockade_service::ServiceError;
 
 use crate::error::chain;
 
+/// What clients start where they are asked for MCP servers. It is not ours to have: which servers there are is for the
+/// operator to say.
+const MCP_TEMPLATE: &str = "mcp-gateway";
+const BUILD_MCP_TEMPLATE: &str = "build one of that name with a command mcp-gateway in it, as docs/e2b.md (MCP servers) \
+    and examples/e2b/mcp show, or name a template that has the command";
+
 /// An error of the control API or of envd's HTTP routes.
 #[derive(Debug)]
 pub(super) struct HttpError {
@@ -78,6 +84,7 @@ impl From<ServiceError> for HttpError {
                     Some((name, tag)) => {
                         format!("tag '{}' does not exist for template '{}'", shortened(tag), shortened(name))
                     }
+                    None if name == MCP_TEMPLATE => format!("template '{name}' not found: {BUILD_MCP_TEMPLATE}"),
                     None => format!("template '{}' not found", shortened(&name)),
                 };
                 Self::new(StatusCode::NOT_FOUND, message)

@@ -12,7 +12,7 @@ use axum::{
 };
 use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::IgnoredAny};
 use serde_json::Value;
 use stockade_model::{OnTimeout, Sandbox, SandboxId, shortened};
 use stockade_service::{CreateSandbox, PauseMode, Previews, Principal};
@@ -52,7 +52,9 @@ struct NewSandbox {
     network: Option<Network>,
     metadata: Option<BTreeMap<String, String>>,
     env_vars: Option<BTreeMap<String, String>>,
-    mcp: Option<Value>,
+    /// The client itself starts `mcp-gateway` with it, once there is the sandbox.
+    #[serde(rename = "mcp")]
+    _mcp: Option<BTreeMap<String, IgnoredAny>>,
     iam: Option<Value>,
     volume_mounts: Option<Vec<Value>>,
 }
@@ -70,7 +72,6 @@ impl NewSandbox {
         };
         let asked = [
             (self.auto_pause_memory == Some(false), "autoPauseMemory", "leave it out: auto-pause keeps the memory"),
-            (filled(&self.mcp), "mcp", "leave it out and start the server with a command"),
             (filled(&self.iam), "iam", "leave it out and pass what the sandbox needs in envVars"),
             (
                 self.volume_mounts.as_ref().is_some_and(|mounts| !mounts.is_empty()),
@@ -413,6 +414,7 @@ mod tests {
             r#"{"templateID":"base","metadata":{},"envVars":{}}"#,
             r#"{"templateID":"base"}"#,
             r#"{"templateID":"base","autoPauseMemory":true,"autoPause":false,"autoResume":{"enabled":false},"mcp":null,"network":{}}"#,
+            r#"{"templateID":"base","mcp":{"exa":{"apiKey":"k"}}}"#,
             r#"{"templateID":" Base:default ","allow_internet_access":false}"#,
         ] {
             let request = request(json).unwrap_or_else(|error| panic!("{json}: {}", error.message));
@@ -425,7 +427,7 @@ mod tests {
         for (field, value) in [
             ("autoPauseMemory", "false"),
             ("network", r#"{"httpsPorts":[8443]}"#),
-            ("mcp", r#"{"x":{}}"#),
+            ("mcp", r#""exa""#),
             ("iam", r#"{"tokens":{}}"#),
             ("volumeMounts", r#"[{"name":"v","path":"/v"}]"#),
             ("somethingNew", "1"),
