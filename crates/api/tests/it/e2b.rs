@@ -152,3 +152,31 @@ async fn a_sandbox_with_mcp_servers_needs_a_template_with_a_gateway() {
     assert_eq!(nonsense.status, StatusCode::BAD_REQUEST);
     assert!(nonsense.json["message"].as_str().is_some_and(|text| text.contains("mcp")), "{nonsense:?}");
 }
+
+#[tokio::test]
+async fn a_client_with_another_encoding_is_told_which_one_there_is() {
+    let t = TestServer::start().await;
+    let made = post(&t, "/v2/sandboxes", json!({"templateID": "base"})).await;
+    let of = |field: &str| made.json[field].as_str().expect("it is told").to_owned();
+    let (host, token) = (format!("49983-{}.e2b.{BASE}", of("sandboxID")), of("envdAccessToken"));
+    let call = |path: &str, content_type: &str| {
+        let request = t.client.post(t.url(path)).header("Host", &host).header("X-Access-Token", &token);
+        Answer::of(request.header("Content-Type", content_type).body("\n\x01a"))
+    };
+    for (path, given, accepted) in [
+        ("/process.Process/List", "application/proto", "application/json"),
+        ("/filesystem.Filesystem/Stat", "application/grpc", "application/json"),
+        ("/process.Process/Start", "application/connect+proto", "application/connect+json"),
+    ] {
+        let refused = call(path, given).await;
+        assert_eq!(refused.status, StatusCode::UNSUPPORTED_MEDIA_TYPE, "{refused:?}");
+        assert_eq!(refused.headers["accept-post"], accepted);
+        let message = format!(
+            "Content-Type is {given}; it must be {accepted}; messages in protobuf's binary form and gRPC are not \
+             supported: set the client to Connect with JSON"
+        );
+        assert_eq!(refused.json, json!({"code": "unimplemented", "message": message}));
+    }
+    let refused = call("/process.Process/List", "text/plain").await;
+    assert_eq!(refused.json["message"], "Content-Type is text/plain; it must be application/json");
+}

@@ -6,7 +6,9 @@
 //!                                          flag 0x02 = the end: {} or {"error": {code, message}}
 //! ```
 //!
-//! A stream's HTTP status is 200 whatever happens; a stream cut before its end frame is an error to
+//! E2B's SDKs and CLI send no other encoding. What does (`application/proto`, gRPC) is told which there is, with status 415.
+//!
+//! A stream's HTTP status is 200 once its request could be read; a stream cut before its end frame is an error to
 //! every client.
 
 use std::time::Duration;
@@ -20,6 +22,7 @@ use bytes::{Buf, BufMut, BytesMut};
 use futures::{Stream, StreamExt};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use serde::{Serialize, de::DeserializeOwned};
+use stockade_model::shortened;
 use tokio_util::codec::Decoder;
 
 use super::envd::Caller;
@@ -368,7 +371,24 @@ fn expect_content_type(headers: &HeaderMap, expected: &'static str) -> Result<()
     if essence.eq_ignore_ascii_case(expected) {
         return Ok(());
     }
-    Err((StatusCode::UNSUPPORTED_MEDIA_TYPE, [("accept-post", expected)]).into_response())
+    let error = ConnectError::new(Code::Unimplemented, wrong_content_type(essence, expected));
+    let mut response = json_response(StatusCode::UNSUPPORTED_MEDIA_TYPE, &error.json());
+    response.headers_mut().insert("accept-post", HeaderValue::from_static(expected));
+    Err(response)
+}
+
+fn wrong_content_type(given: &str, expected: &str) -> String {
+    // Whoever has generated a client from the schema has to be told that there is another encoding to set.
+    let hint = match given.rsplit(['/', '+']).next() {
+        Some("proto" | "grpc" | "grpc-web" | "grpc-web-text") => {
+            "; messages in protobuf's binary form and gRPC are not supported: set the client to Connect with JSON"
+        }
+        _ => "",
+    };
+    match given {
+        "" => format!("there is no Content-Type; it must be {expected}"),
+        given => format!("Content-Type is {}; it must be {expected}{hint}", shortened(given)),
+    }
 }
 
 fn json_response<T: Serialize>(status: StatusCode, value: &T) -> Response {
