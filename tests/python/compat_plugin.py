@@ -8,11 +8,13 @@ the test has passed. The result goes to the file `STOCKADE_COMPAT_OUT` names:
      "options": {"Sandbox.create(timeout)": "tested", ...}}
 
 An option is a parameter with a default. Those that every method has for the connection itself are left out.
+The code interpreter's SDK is one on top of another, which has a suite of its own: of it, its own methods count.
 """
 
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -33,8 +35,6 @@ CLASSES = {
     "AsyncSandbox.pty": ("e2b.sandbox_async.commands.pty", "Pty"),
     "AsyncSandbox.files": ("e2b.sandbox_async.filesystem.filesystem", "Filesystem"),
     "AsyncTemplate": ("e2b", "AsyncTemplate"),
-    "CodeInterpreter": ("e2b_code_interpreter", "Sandbox"),
-    "AsyncCodeInterpreter": ("e2b_code_interpreter", "AsyncSandbox"),
     "Volume": ("e2b", "Volume"),
     "Secret": ("e2b", "Secret"),
     "AsyncSecret": ("e2b", "AsyncSecret"),
@@ -51,9 +51,17 @@ CLASSES = {
     "SecretPaginator": ("e2b", "SecretPaginator"),
     "AsyncSecretPaginator": ("e2b", "AsyncSecretPaginator"),
 }
+OF_CODE = {
+    "CodeInterpreter": ("e2b_code_interpreter", "Sandbox"),
+    "AsyncCodeInterpreter": ("e2b_code_interpreter", "AsyncSandbox"),
+    "Execution": ("e2b_code_interpreter", "Execution"),
+    "ExecutionError": ("e2b_code_interpreter", "ExecutionError"),
+    "Logs": ("e2b_code_interpreter", "Logs"),
+    "Result": ("e2b_code_interpreter", "Result"),
+}
 
-# The client's own, and the same for every method.
-EVERYWHERE = {"request_timeout", "logger"}
+# The client's own, and the same for every method; the code interpreter's two time limits are told apart.
+EVERYWHERE = {"logger"} if importlib.util.find_spec("e2b_code_interpreter") else {"request_timeout", "logger"}
 
 called, passed, known, options = set(), set(), set(), set()
 
@@ -107,19 +115,25 @@ def recorded(name, value):
     return record(name, value)
 
 
+def found(module, name):
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+
 def pytest_configure(config):
     if not os.environ.get("STOCKADE_COMPAT_OUT"):
         return
-    wrapped = set()
-    for label, (module, name) in CLASSES.items():
-        try:
-            owner = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
+    classes, seen = CLASSES, set()
+    if importlib.util.find_spec("e2b_code_interpreter"):
+        classes, seen = OF_CODE, {found(*place) for place in CLASSES.values()}
+    for label, place in classes.items():
+        owner = found(*place)
+        if owner is None or owner in seen:
             continue
-        if owner in wrapped:
-            continue
-        wrapped.add(owner)
-        base = next((base for base in owner.__mro__[1:] if base in wrapped), None)
+        seen.add(owner)
+        base = next((base for base in owner.__mro__[1:] if base in seen), None)
         wrap(label, owner, base)
 
 
