@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples/e2b"
 
 
@@ -21,3 +23,8 @@ def test_the_analysis_of_a_table(tmp_path):
 
 def test_the_loop_of_an_agent():
     assert output_of(EXAMPLES / "agent_loop.py") == "There are 10 primes below 30; their sum is 129.\n"
+
+
+@pytest.mark.current
+def test_an_agent_of_langgraph():
+    assert output_of(EXAMPLES / "langgraph_agent.py") == "The table has 3 lines; its numbers add up to 21.\n"
