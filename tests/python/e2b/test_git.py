@@ -1,6 +1,9 @@
 """sandbox.git: the SDK's own words for commands, which need git in the guest and its messages in English."""
 
+import pathlib
+
 import pytest
+from e2b import GitAuthException
 
 from conftest import eventually
 
@@ -92,23 +95,47 @@ def test_a_repository_lives_its_life(git):
     assert git.shell("cat ~/.git-credentials") == "http://me:pass-word@git.example%3a8123"
 
 
-@pytest.mark.current
-def test_a_repository_behind_a_password(git):
-    """A plain web server in the sandbox; it serves to all, so what is looked at is where the password stays."""
-    served = "/root/served"
+@pytest.fixture(scope="module")
+def behind_a_password(git):
+    """The address of a repository with one commit, for those who know the password."""
+    # A helper would keep the password for whoever asks next.
+    git.shell("git config --global --unset credential.helper; rm -f ~/.git-credentials")
+    git.write("/root/git_server.py", (pathlib.Path(__file__).parent / "git_server.py").read_text())
     git.shell(
-        f"git init -q --bare -b main {served}/r.git; git clone -q {served}/r.git {served}/w; cd {served}/w; "
-        "git -c user.name=a -c user.email=a@a commit -qm first --allow-empty; git push -q origin main; "
-        "git --git-dir ../r.git update-server-info; cd ..; nohup python3 -m http.server 8123 > /dev/null 2>&1 &"
+        "git init -q --bare -b main /root/served/r.git; git clone -q /root/served/r.git /root/first; cd /root/first; "
+        "git -c user.name=a -c user.email=a@a commit -qm first --allow-empty; git push -q origin main"
     )
-    eventually(lambda: git.shell("curl -s -o /dev/null -w '%{http_code}' localhost:8123/ || true") == "200")
-    url = "http://localhost:8123/r.git"
-    known = {"username": "me", "password": "pass-word"}
+    serve = "exec python3 /root/git_server.py 8123 /root/served me:pass-word"
+    handle = git.sandbox.commands.run(serve, background=True, user="root", timeout=0)
+    eventually(lambda: git.shell("curl -s -o /dev/null -w '%{http_code}' localhost:8123/ || true") == "401")
+    yield "http://localhost:8123/r.git"
+    handle.kill()
+
+
+def test_a_repository_behind_a_password(git, behind_a_password):
+    url, known = behind_a_password, {"username": "me", "password": "pass-word"}
+    for wrong in ({}, {"username": "me", "password": "wrong"}):
+        with pytest.raises(GitAuthException):
+            git.clone(url, path="/root/refused", **wrong)
     git.clone(url, path="/root/behind", **known)
     assert git.remote_get("/root/behind", "origin") == url
     git.clone(url, path="/root/kept", dangerously_store_credentials=True, **known)
     assert "me:pass-word@" in git.remote_get("/root/kept", "origin")
-    git.pull("/root/behind", remote="origin", branch="main", **known)
-    # There is nothing to push; that server would take nothing.
+
+    git.write("/root/behind/one.txt", "one")
+    git.add("/root/behind")
+    git.commit("/root/behind", "second", author_name="B Name", author_email="b@example.com")
+    with pytest.raises(GitAuthException):
+        git.push("/root/behind", remote="origin", branch="main")
     git.push("/root/behind", remote="origin", branch="main", **known)
-    assert git.remote_get("/root/behind", "origin") == url
+    assert git.shell("git -C /root/served/r.git log -1 --format=%s main") == "second"
+
+    git.shell("git clone -q /root/served/r.git /root/later; git -C /root/later remote set-url origin " + url)
+    git.shell("git -C /root/later reset -q --hard HEAD~1")
+    with pytest.raises(GitAuthException):
+        git.pull("/root/later", remote="origin", branch="main")
+    git.pull("/root/later", remote="origin", branch="main", **known)
+    assert git.read("/root/later/one.txt") == "one"
+    # Used once, kept nowhere.
+    for path in ("/root/behind", "/root/later"):
+        assert git.remote_get(path, "origin") == url

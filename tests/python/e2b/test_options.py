@@ -65,6 +65,21 @@ def test_an_option_of_create_has_its_effect(made, option):
     assert CREATE[option][1](sandbox, sandbox.get_info())
 
 
+@pytest.mark.machine
+def test_a_sandbox_that_need_not_be_secured_is_open_without_a_token(sdk, edge):
+    if not takes(sdk.Sandbox.create, "secure"):
+        pytest.skip("this release secures every sandbox")
+    sandbox = sdk.Sandbox.create(secure=False, timeout=300)
+    try:
+        assert sandbox._envd_access_token is None
+        assert sandbox.commands.run("echo open").stdout == "open\n"
+        sandbox.files.write("/tmp/open", "to all")
+        host = sandbox.get_host(49983)
+        assert edge.request("GET", host, "/files?path=/tmp/open").text == "to all"
+    finally:
+        sandbox.kill()
+
+
 @pytest.mark.current
 def test_a_create_that_is_repeated_with_its_key_finds_the_same_sandbox(sdk, made):
     sandbox, asked = made
