@@ -29,6 +29,12 @@ export async function covers(name, classes, returned = {}) {
   }
 }
 
+/** Whether the SDK is newer than the 2.45 generation. */
+export function isCurrent() {
+  const [major, minor] = sdk.split(" ")[1].split(".").map(Number);
+  return major > 2 || minor > 45;
+}
+
 /** What TypeScript hides of a class is no method of anybody's. */
 function hidden(name, kind) {
   const body = types.match(new RegExp(`^declare class ${name}\\b[^]*?^}`, "m"))?.[0] ?? "";

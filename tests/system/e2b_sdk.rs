@@ -138,6 +138,11 @@ async fn the_current_e2b_sdk_for_javascript_works_unmodified() {
 }
 
 #[tokio::test]
+async fn the_e2b_sdk_for_javascript_of_the_2_45_generation_works_unmodified() {
+    javascript_suite_passes("e2b", "2.45", &[]).await;
+}
+
+#[tokio::test]
 async fn the_current_e2b_sdk_works_unmodified() {
     python_suite_passes("e2b", "current", &[], "").await;
 }

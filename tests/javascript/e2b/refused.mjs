@@ -1,7 +1,7 @@
 // What this server does not have is refused by name, through the calls that ask for it.
 import assert from "node:assert/strict";
 import { Sandbox, Secret, Template, Volume } from "e2b";
-import { test } from "./compat.mjs";
+import { isCurrent, test } from "./compat.mjs";
 
 const OF_VOLUMES = {
   create: () => Volume.create("mine"),
@@ -41,12 +41,17 @@ const ABSENT_TEMPLATES = {
   "mcp-gateway": (steps) => steps.addMcpServer("exa"),
   devcontainer: (steps) => steps.betaDevContainerPrebuild("/a").betaSetDevContainerStart("/a"),
 };
+const SHAPES = { cpuCount: 8, memoryMB: 4096, minFreeDiskMb: 10 };
 const OF_CREATE = {
   iam: { iam: { tokens: { aws: Secret.iamToken({ audience: "sts.example", tokenType: "JWT-SVID" }) } } },
   volumeMounts: { volumeMounts: { "/data": "mine" } },
   autoPauseMemory: { lifecycle: { onTimeout: { action: "pause", keepMemory: false } } },
   "network.httpsPorts": { network: { httpsPorts: [8443] } },
 };
+
+// An older SDK does not send them.
+const NEW = ["minFreeDiskMb", "network.httpsPorts"];
+const known = (options) => Object.entries(options).filter(([name]) => isCurrent() || !NEW.includes(name));
 
 const build = (steps, options = {}) => Template.build(steps, `refused-${crypto.randomUUID()}`, options);
 
@@ -64,7 +69,7 @@ export default function refused(box) {
   });
 
   test("another shape for a template is refused", async () => {
-    for (const [name, shape] of Object.entries({ cpuCount: 8, memoryMB: 4096, minFreeDiskMb: 10 })) {
+    for (const [name, shape] of known(SHAPES)) {
       const steps = Template().fromTemplate("base");
       await assert.rejects(build(steps, { [name]: shape }), new RegExp(`${name} ${shape} is not supported`));
     }
@@ -78,12 +83,13 @@ export default function refused(box) {
 
   test("options of create that cannot be honoured are refused", async () => {
     Secret.iamToken({ audience: "sts.example", tokenType: "JWT-SVID" });
-    for (const [field, options] of Object.entries(OF_CREATE)) {
+    for (const [field, options] of known(OF_CREATE)) {
       await assert.rejects(Sandbox.create(options), new RegExp(`${field} is not supported`));
     }
   });
 
-  test("memory that was kept is not thrown away", async () => {
+  test("memory that was kept is not thrown away", async (context) => {
+    if (!isCurrent()) return context.skip("this release cannot ask for it");
     assert.equal(await box().pause({ keepMemory: true }), true);
     await assert.rejects(box().connect({ onResume: "reboot" }), /memory false is not supported/);
     await box().connect({ timeoutMs: 300_000 });
