@@ -38,18 +38,23 @@ pub(crate) struct Failure {
     pub(crate) message: String,
     /// What to do about it.
     pub(crate) hint: Option<String>,
-    /// The sandbox that is in the way, if the API named one.
-    pub(crate) sandbox: Option<String>,
-    /// The state that sandbox is in.
-    pub(crate) state: Option<String>,
+    /// What is in the way, if the API named it.
+    pub(crate) in_the_way: Option<Box<InTheWay>>,
     /// The process's exit code.
     pub(crate) exit: u8,
+}
+
+/// The sandbox whose state is in the way, and that state.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct InTheWay {
+    pub(crate) sandbox: String,
+    pub(crate) state: String,
 }
 
 impl Failure {
     pub(crate) fn new(code: impl Into<String>, message: impl Into<String>) -> Self {
         let (code, message) = (code.into(), message.into());
-        Self { code, message, hint: None, sandbox: None, state: None, exit: FAILED }
+        Self { code, message, hint: None, in_the_way: None, exit: FAILED }
     }
 
     /// Something on this host: `cannot read /x: permission denied`.

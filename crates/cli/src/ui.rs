@@ -48,14 +48,13 @@ impl Ui {
 
     /// An error, on standard error. Whatever it repeats of what was typed, read or answered is bounded here.
     pub(crate) fn failure(self, failure: &Failure) {
-        let Failure { code, message, hint, sandbox, state, exit: _ } = failure;
+        let Failure { code, message, hint, in_the_way, exit: _ } = failure;
         let (message, hint) = (told(message), hint.as_deref().map(told));
         let mut text = if self.json {
             let mut error = serde_json::json!({"code": code, "message": message, "hint": hint});
-            for (name, value) in [("sandbox", sandbox), ("state", state)] {
-                if let Some(value) = value {
-                    error[name] = value.as_str().into();
-                }
+            if let Some(in_the_way) = in_the_way {
+                error["sandbox"] = in_the_way.sandbox.as_str().into();
+                error["state"] = in_the_way.state.as_str().into();
             }
             serde_json::json!({"error": error}).to_string()
         } else {

@@ -190,7 +190,8 @@ mod tests {
         let body = br#"{"error":{"code":"wrong_state","message":"any words","hint":"POST /v1","sandbox":"x","state":"paused"}}"#;
         let failure = error_from(StatusCode::CONFLICT, body);
         assert_eq!(failure.hint.as_deref(), Some("`stockade resume x` brings it back"));
-        assert_eq!((failure.sandbox.as_deref(), failure.state.as_deref()), (Some("x"), Some("paused")));
+        let in_the_way = failure.in_the_way.expect("it is named");
+        assert_eq!((in_the_way.sandbox.as_str(), in_the_way.state.as_str()), ("x", "paused"));
         // A server that does not say which and how.
         let body = br#"{"error":{"code":"wrong_state","message":"sandbox x is paused","hint":"POST /v1"}}"#;
         assert_eq!(error_from(StatusCode::CONFLICT, body).hint.as_deref(), Some("POST /v1"));

@@ -7,7 +7,7 @@ use serde_json::Value;
 use stockade_model::MachineShape;
 
 use super::exec::Exit;
-use crate::failure::Failure;
+use crate::failure::{Failure, InTheWay};
 
 /// `{"error": …}`
 #[derive(Debug, Deserialize)]
@@ -43,8 +43,8 @@ impl ApiError {
         };
         let mut failure = Failure::new(self.code, self.message);
         failure.hint = ours.or(self.hint.filter(|hint| !hint.is_empty()));
-        failure.sandbox = self.sandbox;
-        failure.state = self.state;
+        let in_the_way = self.sandbox.zip(self.state);
+        failure.in_the_way = in_the_way.map(|(sandbox, state)| Box::new(InTheWay { sandbox, state }));
         failure
     }
 
