@@ -4,6 +4,7 @@ use std::{
     fs::{self, File},
     io::Write,
     net::SocketAddr,
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     process::Stdio,
     sync::{Mutex, PoisonError},
@@ -24,9 +25,9 @@ use tokio::{
 };
 
 use crate::{
-    ACCESS_TOKEN, CLIENT_SECRET, Finding, Inodes, Leftovers, MINT_BEARER, Needle, Sandbox, scan,
+    ACCESS_TOKEN, CLIENT_SECRET, Finding, Inodes, Leftovers, MINT_BEARER, Needle, Sandbox,
     host::{cgroup_prefix, processes},
-    stockade_program, target_directory,
+    scan, stockade_program, target_directory,
 };
 
 /// A first start builds the base template, on a slow mirror and behind other tests.
@@ -99,6 +100,7 @@ impl TestServer {
         clear_up_after_the_dead(parent);
         let data = tempfile::Builder::new().prefix("").rand_bytes(8).tempdir_in(parent).expect("it can be created");
         fs::write(data.path().join(OWNER), std::process::id().to_string()).expect("it can be written to");
+        share_authority(data.path());
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         let environment = environment.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
         let secrets = Mutex::new([ACCESS_TOKEN, CLIENT_SECRET, MINT_BEARER].map(str::to_owned).to_vec());
@@ -142,6 +144,7 @@ impl TestServer {
         let key = fs::read_to_string(&ready.api_key_file).expect("there is a key").trim().to_owned();
         self.guard(&key);
         self.running = Some(Running { child, ready, key });
+        publish_authority(self.data_dir());
     }
 
     /// Its data directory.
@@ -221,7 +224,10 @@ impl TestServer {
         let mut request = self.request(method, path);
         if let Some(body) = body {
             if path.starts_with("/v1/secrets/") {
-                ["value", "client_secret"].iter().filter_map(|&field| body[field].as_str()).for_each(|it| self.guard(it));
+                ["value", "client_secret"]
+                    .iter()
+                    .filter_map(|&field| body[field].as_str())
+                    .for_each(|it| self.guard(it));
             }
             request = request.json(&body);
         }
@@ -385,6 +391,28 @@ impl Drop for TestServer {
         if std::thread::panicking() {
             let _ = writeln!(std::io::stderr(), "server's log:\n{}", self.log());
         }
+    }
+}
+
+/// Templates are made with the authority their machines trust: servers that share templates share it, too.
+fn share_authority(data_dir: &Path) {
+    let (shared, own) = (target_directory().join("network-ca"), data_dir.join("network-ca"));
+    fs::DirBuilder::new().mode(0o700).create(&own).expect("the directory is ours");
+    for name in ["ca.pem", "ca.key"] {
+        let _ = fs::copy(shared.join(name), own.join(name));
+    }
+}
+
+/// The first server's becomes everybody's.
+fn publish_authority(data_dir: &Path) {
+    let (own, shared) = (data_dir.join("network-ca"), target_directory().join("network-ca"));
+    if !shared.exists() {
+        let new = tempfile::tempdir_in(target_directory()).expect("the directory is ours");
+        for name in ["ca.pem", "ca.key"] {
+            fs::copy(own.join(name), new.path().join(name)).expect("the server has an authority");
+        }
+        // Another test may have been faster.
+        let _ = fs::rename(new.keep(), shared);
     }
 }
 

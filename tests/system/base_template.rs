@@ -1,7 +1,7 @@
 use stockade_system_tests::TestServer;
 
 /// What agents expect of a machine, each a command that must succeed as the default user.
-const EXPECTATIONS: [(&str, &str); 17] = [
+const EXPECTATIONS: [(&str, &str); 18] = [
     ("the user", r#"test "$(id -un) $(id -u) $HOME $PWD" = "user 1000 /home/user /home/user""#),
     ("sudo without a password", r#"test "$(sudo -n id -u)" = 0"#),
     ("sudo keeps standard error clean", r#"test -z "$(sudo -n true 2>&1)""#),
@@ -22,6 +22,10 @@ const EXPECTATIONS: [(&str, &str); 17] = [
         r#"test "$(python3 -c 'import sys; print(sys.getfilesystemencoding(), sys.stdout.encoding)')" = "utf-8 utf-8""#,
     ),
     ("its own names", "getent hosts localhost && getent hosts \"$(hostname)\""),
+    (
+        "a table of hosts that is the user's",
+        "echo '10.9.8.7 their-own' | sudo tee -a /etc/hosts && getent hosts their-own | grep -w 10.9.8.7",
+    ),
     ("names of services", "getent services http | grep -w 80/tcp"),
     ("places to write to", "touch /code/x /usr/local/bin/x /tmp/x && rm /code/x /usr/local/bin/x /tmp/x"),
     (

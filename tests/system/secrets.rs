@@ -5,7 +5,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
-use stockade_system_tests::{ACCESS_TOKEN, CLIENT_SECRET, Inodes, MINT_BEARER, Needle, Ran, Sandbox, TestServer, World, scan};
+use stockade_system_tests::{
+    ACCESS_TOKEN, CLIENT_SECRET, Inodes, MINT_BEARER, Needle, Ran, Sandbox, TestServer, World, scan,
+};
 
 const NAMES: [&str; 3] = ["api.world.example", "other.example", "login.example"];
 

@@ -27,7 +27,13 @@ async fn main() -> Result<(), Box<dyn Error>> {
     if engine.check_template(&template).await.is_err() {
         let _ = std::fs::remove_dir_all(&template);
         let shape = MachineShape { vcpus: 1, memory_mib: 512, disk_mib: 1024 };
-        let boot = TemplateBoot { root_disk: root_disk.clone(), shape, startup: None, directory: template.clone() };
+        let boot = TemplateBoot {
+            root_disk: root_disk.clone(),
+            shape,
+            introduction: None,
+            startup: None,
+            directory: template.clone(),
+        };
         engine.boot_template(&boot, &|step| eprintln!("{step}")).await?;
     }
     let (mut ours, mut bare) = (Vec::new(), Vec::new());

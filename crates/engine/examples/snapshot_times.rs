@@ -47,7 +47,13 @@ async fn main() -> Outcome<()> {
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
         let shape = MachineShape { vcpus: 1, memory_mib: 768, disk_mib: 1024 };
-        let boot = TemplateBoot { root_disk: root_disk.clone(), shape, startup: None, directory: template.clone() };
+        let boot = TemplateBoot {
+            root_disk: root_disk.clone(),
+            shape,
+            introduction: None,
+            startup: None,
+            directory: template.clone(),
+        };
         engine.boot_template(&boot, &|step| eprintln!("{step}")).await?;
     }
     fs::create_dir_all(data.join("snapshots"))?;

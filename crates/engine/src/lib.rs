@@ -17,7 +17,7 @@ use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
-use stockade_wire::process::StartRequest;
+use stockade_wire::{machine::Identity, process::StartRequest};
 
 mod error;
 #[cfg(feature = "fake")]
@@ -48,6 +48,9 @@ pub struct TemplateBoot {
     pub root_disk: PathBuf,
     /// Processors, memory and disk of every machine made from the template.
     pub shape: MachineShape,
+    /// Whom the guest is told to be before its memory is kept. What all its machines have in common (the authority they
+    /// trust, the files programs look for) is then there and need not be made again in each of them.
+    pub introduction: Option<Identity>,
     /// What is to run in it when its memory is kept; every machine made from it has that running.
     pub startup: Option<Startup>,
     /// Where the template is kept. Must not exist; appears whole or not at all.

@@ -260,6 +260,7 @@ async fn a_guest_that_does_not_come_up_is_told_by_its_console() {
     config.initramfs = broken;
     let engine = QemuEngine::new(config).await.expect("an engine");
     let boot = stockade_engine::TemplateBoot {
+        introduction: None,
         startup: None,
         root_disk: support::root_disk(data.path()),
         shape: support::SHAPE,

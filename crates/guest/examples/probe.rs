@@ -193,6 +193,7 @@ fn rate(name: &str, size: usize, begun: Instant) {
 async fn set_identity(client: &GuestClient) -> Outcome<()> {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
     let identity = Identity {
+        machine_id: "0123456789abcdef0123456789abcdef".to_owned(),
         sandbox_id: "sbx_probe".to_owned(),
         template_id: "tpl_probe".to_owned(),
         hostname: "probe".to_owned(),

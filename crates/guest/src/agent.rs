@@ -21,6 +21,14 @@ use crate::{
     watch::Watches,
 };
 
+const SOURCES_OF_NAMES: &str = "/etc/nsswitch.conf";
+
+/// Whether these sources of names have one that knows the machine's own.
+fn names_itself(sources: &str) -> bool {
+    let hosts = sources.lines().filter_map(|line| line.trim_start().strip_prefix("hosts:"));
+    hosts.flat_map(str::split_whitespace).any(|source| source == "myhostname")
+}
+
 /// The agent's state. Clones share it.
 #[derive(Clone)]
 pub struct Agent {
@@ -33,6 +41,8 @@ pub(crate) struct Shared {
     pub(crate) processes: Processes,
     pub(crate) watches: Watches,
     pub(crate) cpu_sample: Mutex<Option<CpuSample>>,
+    /// The library finds the machine's own name without a line in `/etc/hosts`.
+    pub(crate) resolves_own_name: bool,
     /// The authority this machine was made to trust, and what programs are told of it.
     pub(crate) trusted: Mutex<Option<(Authority, Trusted)>>,
 }
@@ -98,6 +108,7 @@ impl Agent {
             processes: Processes::default(),
             watches: Watches::default(),
             cpu_sample: Mutex::new(None),
+            resolves_own_name: names_itself(&std::fs::read_to_string(SOURCES_OF_NAMES).unwrap_or_default()),
             trusted: Mutex::new(None),
         };
         Self { shared: Arc::new(shared) }
@@ -136,6 +147,11 @@ impl Agent {
         }
     }
 
+    /// Whether the agent was ever asked to start something: that, or what it has started, may still run.
+    pub(crate) fn has_processes(&self) -> bool {
+        self.shared.processes.are_any()
+    }
+
     pub(crate) fn is_machine(&self) -> bool {
         matches!(self.shared.place, Place::Machine(_))
     }
@@ -163,4 +179,18 @@ fn uptime_ms() -> u64 {
 pub(crate) fn unix_ms() -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0, |since| since.as_millis() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_that_knows_the_machines_own_name_is_found() {
+        assert!(names_itself("passwd: files\nhosts: files myhostname dns\n"));
+        assert!(names_itself("  hosts:\tfiles mdns4_minimal [NOTFOUND=return] dns myhostname"));
+        for without in ["", "hosts: files dns", "# hosts: myhostname", "networks: myhostname"] {
+            assert!(!names_itself(without), "{without}");
+        }
+    }
 }

@@ -1,7 +1,9 @@
 //! Makes a restored machine one of its own.
 //!
 //! This is on the path of every create, under emulation too: no process is started, files are a few
-//! system calls each, and everything may be done again.
+//! system calls each, and everything may be done again. An emulator translates what runs for the first time, so the
+//! way is short: names go to memory where the root file system links them there, and what was done when the template
+//! booted is not done again.
 
 use std::{
     fs,
@@ -32,7 +34,7 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
             .decode(&identity.entropy)
             .map_err(|_| invalid("entropy is not base64"))?;
         add_entropy(&entropy)?;
-        set_names(&identity, &entropy)?;
+        set_names(agent, &identity)?;
         for (path, text) in &identity.files {
             write(Path::new(path), text)?;
         }
@@ -42,7 +44,9 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
             env.append(&mut identity.env);
             identity.env = env;
         }
-        tell_services(&identity)?;
+        if agent.has_processes() {
+            tell_services(&identity)?;
+        }
     }
     let mut settings = agent.shared().settings.write().unwrap_or_else(PoisonError::into_inner);
     settings.env = identity.env;
@@ -73,6 +77,10 @@ fn validate(identity: &Identity) -> Result<()> {
     let is_name_byte = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
     if name.is_empty() || name.len() > 64 || !name.bytes().all(is_name_byte) {
         return Err(invalid(format!("'{name}' is not a host name")));
+    }
+    let id = &identity.machine_id;
+    if id.len() != 32 || !id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+        return Err(invalid(format!("'{id}' is not a machine id")));
     }
     if let Some(path) = identity.files.keys().find(|path| !path.starts_with('/') || path.contains('\0')) {
         return Err(invalid(format!("'{path}' is not an absolute path")));
@@ -138,37 +146,37 @@ fn add_entropy(entropy: &[u8]) -> Result<()> {
     check(reseeded.into()).map(drop).map_err(failed("re-key the random generator"))
 }
 
+const MACHINE_ID: &str = "/etc/machine-id";
+
 /// A machine that is what it was, after a pause or a rollback, keeps its names and the id programs know it by.
-fn set_names(identity: &Identity, entropy: &[u8]) -> Result<()> {
-    let name = &identity.hostname;
+fn set_names(agent: &Agent, identity: &Identity) -> Result<()> {
+    let (name, id) = (&identity.hostname, &identity.machine_id);
     let is_itself = nix::unistd::gethostname().is_ok_and(|host| host.as_os_str() == name.as_str());
-    if is_itself && fs::metadata("/etc/machine-id").is_ok_and(|id| id.len() > 0) {
+    if is_itself && fs::metadata(MACHINE_ID).is_ok_and(|id| id.len() > 0) {
         return Ok(());
     }
     // SAFETY: pointer and length are those of a live string.
     let result = unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) };
     check(result.into()).map_err(failed("set the host name"))?;
     write(Path::new("/etc/hostname"), &format!("{name}\n"))?;
-    let hosts = format!(
-        "127.0.0.1\tlocalhost\n127.0.1.1\t{name}\n::1\tlocalhost ip6-localhost ip6-loopback\n\
-         ff02::1\tip6-allnodes\nff02::2\tip6-allrouters\n"
-    );
-    write(Path::new("/etc/hosts"), &hosts)?;
-    write(Path::new("/etc/machine-id"), &format!("{}\n", machine_id(entropy)))
+    write(Path::new(MACHINE_ID), &format!("{id}\n"))?;
+    if agent.shared().resolves_own_name {
+        return Ok(());
+    }
+    let hosts = fs::read_to_string(HOSTS).unwrap_or_default();
+    write(Path::new(HOSTS), &hosts_with(&hosts, name))
 }
 
-/// A fresh id that tells nothing of the bytes it came from: the kernel's generator has just been re-keyed.
-fn machine_id(entropy: &[u8]) -> String {
-    let mut id = [0u8; 16];
-    // SAFETY: pointer and length are those of a live array.
-    let got = unsafe { libc::getrandom(id.as_mut_ptr().cast(), id.len(), 0) };
-    if got != 16 {
-        id.copy_from_slice(&entropy[entropy.len() - 16..]);
-    }
-    // What systemd asks of it: a version 4 UUID.
-    id[6] = (id[6] & 0x0f) | 0x40;
-    id[8] = (id[8] & 0x3f) | 0x80;
-    id.iter().map(|byte| format!("{byte:02x}")).collect()
+const HOSTS: &str = "/etc/hosts";
+/// The address Debian gives a machine's own name that has no other.
+const OWN_ADDRESS: &str = "127.0.1.1";
+
+/// The table with the machine's name in it. What else is there is somebody's work and stays.
+fn hosts_with(hosts: &str, name: &str) -> String {
+    let others = hosts.lines().filter(|line| line.split_whitespace().next() != Some(OWN_ADDRESS));
+    let mut text: String = others.map(|line| format!("{line}\n")).collect();
+    text.push_str(&format!("{OWN_ADDRESS}\t{name}\n"));
+    text
 }
 
 /// Writes a small file in place (an open descriptor sees it), as root, mode 0644, parents made.
@@ -204,6 +212,14 @@ fn write_over(path: &Path, text: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_table_of_hosts_keeps_what_people_put_there() {
+        let theirs = "# mine\n127.0.0.1\tlocalhost\n127.0.1.1\tsomebody-else\n10.1.2.3 db";
+        let text = hosts_with(theirs, "sbx1");
+        assert_eq!(text, "# mine\n127.0.0.1\tlocalhost\n10.1.2.3 db\n127.0.1.1\tsbx1\n");
+        assert_eq!(hosts_with(&text, "sbx1"), text);
+    }
 
     #[test]
     fn a_file_written_over_holds_the_new_text_alone() {

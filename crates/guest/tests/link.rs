@@ -158,6 +158,7 @@ async fn an_identity_gives_every_process_its_environment() {
         sandbox_id: "sbx_1".to_owned(),
         template_id: "base".to_owned(),
         hostname: "box".to_owned(),
+        machine_id: "0123456789abcdef0123456789abcdef".to_owned(),
         unix_time_ns: 0,
         entropy: String::new(),
         env: BTreeMap::from([("FROM_SANDBOX".to_owned(), "a".to_owned()), ("BOTH".to_owned(), "sandbox".to_owned())]),
@@ -172,8 +173,13 @@ async fn an_identity_gives_every_process_its_environment() {
     request.env.insert("BOTH".to_owned(), "request".to_owned());
     let home = guest.path("").trim_end_matches('/').to_owned();
     assert_eq!(guest.run(request).await.text(), format!("a request user {home}\n/tmp\n"));
-    let wrong = Identity { hostname: "no name".to_owned(), ..identity };
-    assert_eq!(refusal(guest.client.set_identity(&wrong).await).0, ErrorCode::InvalidArgument);
+    for wrong in [
+        Identity { hostname: "no name".to_owned(), ..identity.clone() },
+        Identity { machine_id: "0123456789ABCDEF0123456789abcdef".to_owned(), ..identity.clone() },
+        Identity { machine_id: String::new(), ..identity },
+    ] {
+        assert_eq!(refusal(guest.client.set_identity(&wrong).await).0, ErrorCode::InvalidArgument);
+    }
 }
 
 #[tokio::test]

@@ -17,6 +17,7 @@ use std::{
 
 use stockade_engine::{Engine, Startup, TemplateBoot};
 use stockade_model::MachineShape;
+use stockade_wire::machine::Identity;
 
 mod base;
 mod cache;
@@ -99,6 +100,8 @@ pub struct Recipe {
     pub disk: RootDisk,
     /// Processors, memory and disk of its machines.
     pub shape: MachineShape,
+    /// What its machines have in common; see [`TemplateBoot::introduction`].
+    pub introduction: Option<Identity>,
     /// What runs in it when its memory is kept.
     pub startup: Option<Startup>,
 }
@@ -106,7 +109,11 @@ pub struct Recipe {
 impl Recipe {
     /// The digest a template's record carries.
     pub fn digest(&self, boot: &BootFiles) -> String {
-        let digest = Digest::default().field("boot", &boot.digest).field("disk", self.disk.digest());
+        let mut digest = Digest::default().field("boot", &boot.digest).field("disk", self.disk.digest());
+        if let Some(Identity { files, network, .. }) = &self.introduction {
+            // The rest of it is of the moment.
+            digest = digest.field("introduction", format!("{files:?} {network:?}"));
+        }
         match &self.startup {
             Some(startup) => digest.field("startup", format!("{:?} {:?}", startup.start, startup.ready)).finish(),
             None => digest.finish(),
@@ -204,6 +211,7 @@ impl Images {
             let boot = TemplateBoot {
                 root_disk: recipe.disk.path().to_owned(),
                 shape,
+                introduction: recipe.introduction.clone(),
                 startup: recipe.startup.clone(),
                 directory: cached.clone(),
             };

@@ -8,10 +8,8 @@
 //! the next server finds the record and reaps the machine. A claimed machine that turns out dead is
 //! replaced by a fresh one, once. Every way out of [`make`] but success leaves no machine.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
-use base64::{Engine as _, prelude::BASE64_STANDARD};
-use jiff::Timestamp;
 use stockade_engine::{EngineError, Machine};
 use stockade_model::{MachineId, Sandbox, Template};
 use stockade_store::{Idempotency, IdempotencyRecord, NetworkRecord, TemplateRecord};
@@ -20,16 +18,14 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
-    ServiceConfig, ServiceError, StateOf,
+    ServiceError, StateOf,
     core::{Core, Pauses},
     error::store_error,
+    identity::identity,
     live::{Source, Take},
     network::{Names, Told},
 };
 
-const ENTROPY_BYTES: usize = 48;
-/// Set in every process of a forked child.
-const FORK_INDEX: &str = "STOCKADE_FORK_INDEX";
 /// Tries to remove a machine before the caller is answered; further ones go on behind its back.
 const TRIES_BEFORE_ANSWER: usize = 3;
 
@@ -215,49 +211,6 @@ async fn introduce(core: &Core, machine: &Arc<dyn Machine>, identity: impl Fn() 
     }
 }
 
-/// Random bytes for a guest's generator, as the agent takes them.
-pub(crate) fn fresh_entropy() -> String {
-    let mut entropy = [0; ENTROPY_BYTES];
-    getrandom::fill(&mut entropy).expect("the kernel's random generator works once it is seeded");
-    BASE64_STANDARD.encode(entropy)
-}
-
-pub(crate) fn identity(core: &Core, sandbox: &Sandbox, template: &Template, told: Told) -> Identity {
-    identity_at(core.clock().now(), &core.config.guest_files, sandbox, template, told)
-}
-
-fn identity_at(
-    now: Timestamp,
-    files: &BTreeMap<String, String>,
-    sandbox: &Sandbox,
-    template: &Template,
-    told: Told,
-) -> Identity {
-    let mut env = template.env.clone();
-    env.extend(sandbox.env.clone());
-    // Which of its siblings a child is: so that one command can do eight different things in eight children.
-    if let Some(index) = sandbox.lineage.fork_index {
-        env.insert(FORK_INDEX.to_owned(), index.to_string());
-    }
-    env.extend(told.env);
-    let fill = |text: &str| {
-        let text = text.replace(ServiceConfig::SANDBOX, sandbox.id.as_str());
-        text.replace(ServiceConfig::TEMPLATE, template.id.as_str())
-    };
-    Identity {
-        sandbox_id: sandbox.id.to_string(),
-        template_id: template.id.to_string(),
-        hostname: sandbox.id.to_string(),
-        unix_time_ns: u64::try_from(now.as_nanosecond()).unwrap_or_default(),
-        entropy: fresh_entropy(),
-        env,
-        default_user: template.default_user.clone(),
-        default_cwd: template.default_cwd.clone(),
-        files: files.iter().map(|(path, text)| (path.clone(), fill(text))).collect(),
-        network: told.network,
-    }
-}
-
 /// One step of a verb on a machine: bounded, cut short by a cancel or by the machine's end. Where it was cut
 /// the machine is in an unknown state; the caller sets that right or ends it.
 pub(crate) async fn step<T>(
@@ -309,67 +262,4 @@ pub(crate) async fn remove_soon(core: &Arc<Core>, machine: Arc<dyn Machine>) {
     }
     let core = Arc::clone(core);
     core.clone().spawn(async move { core.remove_for_certain(machine).await });
-}
-
-#[cfg(test)]
-mod tests {
-    use stockade_model::{
-        LifeRules, Lineage, MachineShape, SandboxId, SandboxState, Secret, TemplateId, TemplateState, WorkspaceId,
-    };
-
-    use super::*;
-
-    fn pairs(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
-    }
-
-    #[test]
-    fn an_identity_is_fresh_each_time_and_the_sandboxs_env_wins() {
-        let shape = MachineShape { vcpus: 1, memory_mib: 256, disk_mib: 1024 };
-        let now: Timestamp = "2026-01-01T00:00:00.000000001Z".parse().expect("a time");
-        let template = Template {
-            id: TemplateId::random(),
-            workspace: None,
-            name: "base".to_owned(),
-            state: TemplateState::Ready,
-            shape,
-            recipe_digest: String::new(),
-            env: pairs(&[("A", "template"), ("B", "template")]),
-            default_user: "user".to_owned(),
-            default_cwd: None,
-            created_at: now,
-        };
-        let sandbox = Sandbox {
-            id: SandboxId::random(),
-            workspace: WorkspaceId::random(),
-            template: template.id.clone(),
-            template_name: template.name.clone(),
-            state: SandboxState::Creating,
-            shape,
-            machine: None,
-            metadata: BTreeMap::new(),
-            env: pairs(&[("B", "sandbox")]),
-            access_token: Secret::new("token"),
-            created_at: now,
-            started_at: None,
-            deadline: now,
-            lifetime: Duration::from_secs(1),
-            remaining: None,
-            tier: None,
-            saved: None,
-            idle_since: None,
-            rules: LifeRules::default(),
-            lineage: Lineage::default(),
-            ending: None,
-        };
-        let files = pairs(&[("/run/who", "{sandbox} of {template}")]);
-        let identity = || identity_at(now, &files, &sandbox, &template, Told::default());
-        let (one, other) = (identity(), identity());
-        assert_ne!(one.entropy, other.entropy);
-        assert!(BASE64_STANDARD.decode(&one.entropy).expect("base64").len() >= 32);
-        assert_eq!(one.env, pairs(&[("A", "template"), ("B", "sandbox")]));
-        assert_eq!((one.hostname, one.default_user), (sandbox.id.to_string(), "user".to_owned()));
-        assert_eq!(one.files["/run/who"], format!("{} of {}", sandbox.id, template.id));
-        assert_eq!(i128::from(one.unix_time_ns), now.as_nanosecond());
-    }
 }

@@ -19,6 +19,7 @@ mod dirs;
 mod end;
 mod error;
 mod fork;
+mod identity;
 mod janitor;
 mod keys;
 mod live;

@@ -17,13 +17,12 @@ use std::{
 use futures::FutureExt;
 use stockade_engine::Machine;
 use stockade_model::{Accelerator, MachineId, SnapshotId, Template, TemplateId};
-use stockade_wire::machine::Identity;
 use tokio::{sync::Notify, time::Instant};
 use tracing::{debug, warn};
 
 use crate::{
     core::{Core, Pauses},
-    create::fresh_entropy,
+    identity,
     live::{Source, Take},
 };
 
@@ -75,7 +74,6 @@ struct Place {
 /// Whom an emulated machine is told to be while it waits to be claimed.
 #[derive(Clone, Debug)]
 struct Role {
-    template: TemplateId,
     user: String,
     directory: Option<String>,
 }
@@ -152,11 +150,7 @@ impl Pool {
 
     /// Keeps machines of a template ready from now on.
     pub(crate) fn add_template(&self, template: &Template, directory: PathBuf) {
-        let role = Role {
-            template: template.id.clone(),
-            user: template.default_user.clone(),
-            directory: template.default_cwd.clone(),
-        };
+        let role = Role { user: template.default_user.clone(), directory: template.default_cwd.clone() };
         let place = Place { template: directory, snapshot: None, role: Some(role) };
         self.lock().entry(Kind::Template(template.id.clone())).or_insert_with(|| Ready::new(place, self.size));
         self.wake();
@@ -335,18 +329,7 @@ async fn rehearse(
     machine: &Arc<dyn Machine>,
     role: &Role,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    let identity = Identity {
-        sandbox_id: machine.id().to_string(),
-        template_id: role.template.to_string(),
-        hostname: machine.id().to_string(),
-        unix_time_ns: u64::try_from(core.clock().now().as_nanosecond()).unwrap_or_default(),
-        entropy: fresh_entropy(),
-        env: BTreeMap::new(),
-        default_user: role.user.clone(),
-        default_cwd: role.directory.clone(),
-        files: BTreeMap::new(),
-        network: core.network.as_ref().map(|network| network.for_guest()),
-    };
+    let identity = identity::in_waiting(core, machine.id(), &role.user, role.directory.as_deref());
     let steps = async {
         machine.resume().await?;
         let guest = machine.guest().await?;

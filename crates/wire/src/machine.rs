@@ -27,6 +27,8 @@ pub struct Identity {
     pub template_id: String,
     /// The host name to take.
     pub hostname: String,
+    /// What programs know the machine by (`/etc/machine-id`): 32 hexadecimal digits, the same as long as the sandbox is.
+    pub machine_id: String,
     /// The host's wall clock, nanoseconds since the epoch, read just before sending.
     pub unix_time_ns: u64,
     /// 32 random bytes or more, standard base64, for the kernel's generator (credited and re-keyed at once).

@@ -37,7 +37,7 @@ mod server;
 
 use measure::Samples;
 use report::{Host, Measure, Report};
-use server::Throwaway;
+use server::{Shared, Throwaway};
 
 const POOL: usize = 4;
 /// Sandboxes whose memory is looked at.
@@ -52,7 +52,8 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Measures everything and tells it; exit code 1 if anything failed on the way.
 pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Failure> {
     let data_dir = common.data_dir.clone().unwrap_or_else(default_data_dir);
-    let cache_dir = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
+    let cache = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
+    let shared = Shared { cache, authority: data_dir.join("network-ca") };
     let accel = match args.accel {
         Accel::Auto => "auto",
         Accel::Kvm => "kvm",
@@ -68,7 +69,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
             false => &[],
         };
         ui.note("starting a server without a pool (the first time this builds its templates)");
-        let server = Throwaway::start(&cache_dir, accel, 0, kernels).await?;
+        let server = Throwaway::start(&shared, accel, 0, kernels).await?;
         let host = Host::look(&server).await?;
         let measured = e2b::measure(&server, python, n, ui).await;
         server.stop().await?;
@@ -77,7 +78,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     // First: it needs no server, and nothing else should run beside it.
     let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
     ui.note("starting a server without a pool (the first time this builds the base template)");
-    let server = Throwaway::start(&cache_dir, accel, 0, &[]).await?;
+    let server = Throwaway::start(&shared, accel, 0, &[]).await?;
     let host = Host::look(&server).await?;
     if let Some(count) = args.idle {
         let measured = crowd::measure(&server, count, n, ui).await;
@@ -87,7 +88,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     let outcome = without_pool(&server, n, ui, &mut measures).await;
     server.stop().await?;
     let outcome = match outcome {
-        Ok(()) => with_pool(&cache_dir, accel, n, ui, &mut measures).await,
+        Ok(()) => with_pool(&shared, accel, n, ui, &mut measures).await,
         failed => failed,
     };
     // What was measured before something failed is worth telling.
@@ -103,14 +104,14 @@ async fn without_pool(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<M
 }
 
 async fn with_pool(
-    cache_dir: &Path,
+    shared: &Shared,
     accel: &'static str,
     n: usize,
     ui: Ui,
     measures: &mut Vec<Measure>,
 ) -> Result<(), Failure> {
     ui.note("starting a server with a pool");
-    let server = Throwaway::start(cache_dir, accel, POOL, &[]).await?;
+    let server = Throwaway::start(shared, accel, POOL, &[]).await?;
     let stages = async {
         measures.push(claims(&server, n, ui).await?);
         for in_flight in IN_FLIGHT {

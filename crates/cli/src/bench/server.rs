@@ -4,6 +4,7 @@ use std::{
     env,
     fs::{self, File},
     io,
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -53,12 +54,32 @@ struct ProcessId {
     pid: i32,
 }
 
+/// What throwaway servers have in common with the server this user has, or will have.
+pub(super) struct Shared {
+    pub(super) cache: PathBuf,
+    /// Templates are made with the authority that their machines trust.
+    pub(super) authority: PathBuf,
+}
+
+impl Shared {
+    fn copy_authority(&self, data_dir: &Path) -> io::Result<()> {
+        let (own, names) = (data_dir.join("network-ca"), ["ca.pem", "ca.key"]);
+        if !names.iter().all(|name| self.authority.join(name).is_file()) {
+            return Ok(());
+        }
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&own)?;
+        names.iter().try_for_each(|name| fs::copy(self.authority.join(name), own.join(name)).map(drop))
+    }
+}
+
 impl Throwaway {
     /// `more`: further arguments of `stockade up`.
-    pub(super) async fn start(cache_dir: &Path, accel: &str, pool: usize, more: &[&str]) -> Result<Self, Failure> {
+    pub(super) async fn start(shared: &Shared, accel: &str, pool: usize, more: &[&str]) -> Result<Self, Failure> {
         let directory =
             TempDir::with_prefix("stockade-bench-").map_err(|error| Failure::host("make a directory", error))?;
         let data_dir = directory.path().join("data");
+        let copied = shared.copy_authority(&data_dir);
+        copied.map_err(|error| Failure::host(format!("copy {}", shared.authority.display()), error))?;
         let program = env::current_exe().map_err(|error| Failure::host("find this program", error))?;
         let log = directory.path().join("log");
         let log_file = File::create(&log).map_err(|error| Failure::host(format!("make {}", log.display()), error))?;
@@ -74,7 +95,7 @@ impl Throwaway {
             .arg("--data-dir")
             .arg(&data_dir)
             .arg("--template-cache")
-            .arg(cache_dir)
+            .arg(&shared.cache)
             .args(more);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log_file).kill_on_drop(true);
         let child = command.spawn().map_err(|error| Failure::host("start a server", error))?;

@@ -6,6 +6,7 @@ use futures::StreamExt as _;
 use stockade_wire::{
     event::Event,
     hello::{Hello, Scanner},
+    machine::Identity,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -41,6 +42,15 @@ pub(crate) async fn settle(stream: UnixStream, patience: Duration) -> Result<(),
     let info = client.health().await?;
     client.sync().await?;
     tracing::debug!(agent = info.version, uptime_ms = info.uptime_ms, "guest booted");
+    client.close();
+    Ok(())
+}
+
+/// Tells the guest of a template what all machines made from it have in common, and has that written out.
+pub(crate) async fn introduce(stream: UnixStream, patience: Duration, identity: &Identity) -> Result<(), EngineError> {
+    let client = GuestClient::open(stream, patience).await?;
+    client.set_identity(identity).await?;
+    client.sync().await?;
     client.close();
     Ok(())
 }

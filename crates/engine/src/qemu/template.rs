@@ -15,7 +15,7 @@ use std::{
 
 use serde_json::json;
 use stockade_model::MachineId;
-use tokio::sync::broadcast;
+use tokio::{net::UnixStream, sync::broadcast};
 
 use super::{
     Host, agent, clock, command_line,
@@ -29,7 +29,7 @@ use super::{
     qmp::{CLOSED, Qmp, QmpEvent},
     remains::{Remains, Undo},
 };
-use crate::{EngineError, Progress, Startup, TemplateBoot};
+use crate::{EngineError, Progress, TemplateBoot};
 
 /// Boots and keeps a template.
 pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError> {
@@ -124,9 +124,18 @@ impl Boot<'_> {
             return Err(explain_boot(error, &launched).await);
         }
         progress(&format!("booted in {:.1} s", begin.elapsed().as_secs_f64()));
+        if let Some(introduction) = &self.boot.introduction {
+            self.talk("introduce", &launched, self.host.limits.boot_patience, async |stream, patience| {
+                agent::introduce(stream, patience, introduction).await
+            })
+            .await?;
+        }
         if let Some(startup) = &self.boot.startup {
             progress("starting what belongs to it");
-            self.start_up(startup, &launched).await?;
+            self.talk("start up", &launched, startup.patience, async |stream, patience| {
+                agent::start_up(stream, patience, startup).await
+            })
+            .await?;
             progress(&format!("started in {:.1} s", begin.elapsed().as_secs_f64()));
         }
 
@@ -219,22 +228,25 @@ impl Boot<'_> {
             .await
     }
 
-    /// Has the guest run what belongs to the template, until that is ready.
-    async fn start_up(&self, startup: &Startup, launched: &Launched) -> Result<(), EngineError> {
+    /// A step the guest's agent takes: bounded, and over when the guest ends.
+    async fn talk(
+        &self,
+        step: &'static str,
+        launched: &Launched,
+        patience: Duration,
+        work: impl AsyncFnOnce(UnixStream, Duration) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
         let mut events = launched.qmp.events();
         let work = async {
             let stream = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
-            agent::start_up(stream, self.host.limits.boot_patience, startup).await
+            work(stream, self.host.limits.boot_patience).await
         };
         tokio::select! {
-            result = tokio::time::timeout(startup.patience, work) => match result {
+            result = tokio::time::timeout(patience, work) => match result {
                 Ok(result) => result,
-                Err(_) => {
-                    let detail = format!("the template's program was not ready within {:?}", startup.patience);
-                    Err(EngineError::Emulator { step: "start up", detail })
-                }
+                Err(_) => Err(EngineError::Emulator { step, detail: format!("the guest was not done within {patience:?}") }),
             },
-            detail = ended(&mut events) => Err(EngineError::Emulator { step: "start up", detail }),
+            detail = ended(&mut events) => Err(EngineError::Emulator { step, detail }),
         }
     }
 

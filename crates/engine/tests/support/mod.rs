@@ -277,8 +277,13 @@ async fn shared_template(engine: &QemuEngine) -> PathBuf {
     let template = cache().join("template-4");
     if engine.check_template(&template).await.is_err() {
         let _ = fs::remove_dir_all(&template);
-        let boot =
-            TemplateBoot { root_disk: root_disk(&cache()), shape: SHAPE, startup: None, directory: template.clone() };
+        let boot = TemplateBoot {
+            root_disk: root_disk(&cache()),
+            shape: SHAPE,
+            introduction: None,
+            startup: None,
+            directory: template.clone(),
+        };
         engine.boot_template(&boot, &|step| eprintln!("{step}")).await.unwrap_or_else(|error| panic!("{error}"));
     }
     template

@@ -1,6 +1,6 @@
 //! Names, network, limits.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, os::unix::fs::DirBuilderExt as _, path::Path};
 
 use super::{InitError, cannot, say};
 use crate::failure::check;
@@ -8,8 +8,26 @@ use crate::failure::check;
 /// Files the agent itself may have open: pipes, files and connections of many requests.
 const AGENT_FILES: u64 = 65_536;
 
+/// What differs from machine to machine is kept here, in memory; a root file system may link to it.
+const MEMORY: &str = "/run/stockade";
+
+/// What wakes an idle kernel several times a second for nothing: each time costs an emulated machine a millisecond of
+/// the host's processor, and a machine that is shared with hundreds the same.
+const QUIET: [(&str, &str); 5] = [
+    // Memory is compacted when it is asked for.
+    ("vm/compaction_proactiveness", "0"),
+    // Counters of each processor are added up when somebody reads them, else once a minute.
+    ("vm/stat_interval", "60"),
+    // A halted machine looks stuck to it when it goes on.
+    ("kernel/watchdog", "0"),
+    // There is one neighbour, and it never moves.
+    ("net/ipv4/neigh/default/interval_probe_time_ms", "3600000"),
+    ("net/ipv6/neigh/default/interval_probe_time_ms", "3600000"),
+];
+
 pub(super) fn set_up() -> Result<(), InitError> {
     loopback_up().map_err(cannot("bring up the loopback interface"))?;
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(MEMORY).map_err(cannot(format!("make {MEMORY}")))?;
     let hostname = fs::read_to_string("/etc/hostname").unwrap_or_default();
     let hostname = match hostname.trim() {
         "" => "stockade",
@@ -32,7 +50,10 @@ pub(super) fn set_up() -> Result<(), InitError> {
         ("fs/inotify/max_user_watches", "524288"),
         ("fs/inotify/max_user_instances", "1024"),
         ("net/ipv4/ping_group_range", "0 2147483647"),
-    ] {
+    ]
+    .into_iter()
+    .chain(QUIET)
+    {
         if let Err(error) = fs::write(format!("/proc/sys/{name}"), value) {
             say(&format!("{name}: {error}"));
         }

@@ -98,6 +98,11 @@ impl Processes {
         Ok(Place { processes: self, tag: tag.map(str::to_owned), is_taken: false })
     }
 
+    /// Whether any is known, running or ended.
+    pub(crate) fn are_any(&self) -> bool {
+        !self.lock().by_pid.is_empty()
+    }
+
     pub(super) fn list(&self) -> ProcessList {
         let inner = self.lock();
         let mut processes: Vec<ProcessInfo> = inner.by_pid.values().map(|process| process.describe()).collect();

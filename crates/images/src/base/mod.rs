@@ -48,6 +48,7 @@ pub(crate) const BASE: Recipe = Recipe {
         "jq",
         "kmod",
         "less",
+        "libnss-myhostname",
         "netbase",
         "nodejs",
         "npm",

@@ -15,9 +15,9 @@ mkdir -p /code
 chmod 0777 /code
 find /usr/local -type d -exec chmod 0777 {} +
 
-# Names, locale, terminal.
-echo sandbox > /etc/hostname
-printf '127.0.0.1\tlocalhost sandbox\n::1\tlocalhost ip6-localhost ip6-loopback\n' > /etc/hosts
+# Names, locale, terminal. A machine's own name is found without a line in the table of hosts, which is the user's.
+printf '127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n' > /etc/hosts
+sed -i 's/^hosts:.*/hosts: files myhostname dns/' /etc/nsswitch.conf
 : > /etc/fstab
 printf 'LANG=C.UTF-8\n' > /etc/default/locale
 printf 'LANG=C.UTF-8\nPATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"\n' > /etc/environment
@@ -25,8 +25,9 @@ printf 'LANG=C.UTF-8\nPATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
 printf 'export LANG="${LANG:-C.UTF-8}"\nPATH="$PATH:/usr/local/sbin:/usr/sbin:/sbin"\n' > /etc/profile.d/sandbox.sh
 chmod 1777 /tmp /var/tmp
 
-# What must differ from machine to machine, and what only the build needed.
-: > /etc/machine-id
+# What must differ from machine to machine, and what only the build needed. The agent writes names and ids to memory.
+ln -sf /run/stockade/hostname /etc/hostname
+ln -sf /run/stockade/machine-id /etc/machine-id
 rm -f /var/lib/dbus/machine-id /etc/ssh/ssh_host_* /etc/resolv.conf
 : > /etc/resolv.conf
 rm -f /etc/apt/apt.conf.d/*mmdebstrap /var/lib/dpkg/*-old /var/cache/debconf/*-old

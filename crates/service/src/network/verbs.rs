@@ -11,8 +11,8 @@ use super::{Network, NetworkSpec, Settings, Told};
 use crate::{
     Principal, Service, ServiceError,
     core::Core,
-    create,
     error::store_error,
+    identity,
     service::{Found, ended},
 };
 
@@ -168,7 +168,7 @@ impl Service {
             core.store().template(&sandbox.workspace, sandbox.template.as_str()).await.map_err(store_error)?;
         let Some(template) = template else { return Ok(()) };
         let network = Some(core.network()?.for_guest());
-        let identity = create::identity(core, &sandbox, &template.template, Told { network, env });
+        let identity = identity::identity(core, &sandbox, &template.template, Told { network, env });
         machine.guest().await?.set_identity(&identity).await?;
         Ok(())
     }

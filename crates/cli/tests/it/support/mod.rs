@@ -85,7 +85,13 @@ impl TestServer {
 async fn boot_template(engine: &dyn Engine, directory: &Path) -> (Template, PathBuf) {
     let id = TemplateId::random();
     let place = directory.join(id.as_str());
-    let boot = TemplateBoot { root_disk: PathBuf::new(), shape: SHAPE, startup: None, directory: place.clone() };
+    let boot = TemplateBoot {
+        root_disk: PathBuf::new(),
+        shape: SHAPE,
+        introduction: None,
+        startup: None,
+        directory: place.clone(),
+    };
     engine.boot_template(&boot, &|_| ()).await.expect("booted");
     let template = Template {
         id,
