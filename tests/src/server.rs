@@ -36,6 +36,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(60);
 /// Holds the pid of the test a data directory belongs to.
 const OWNER: &str = "test-pid";
 const POLL: Duration = Duration::from_millis(20);
+/// Where an authority is, in a data directory and in the build's.
+const AUTHORITY: &str = "network-ca";
 
 /// A running `stockade up`. Dropping it ends the server and its machines; [`TestServer::stop`] also
 /// checks that nothing is left, and that no secret is in anything the server kept or said.
@@ -396,23 +398,28 @@ impl Drop for TestServer {
 
 /// Templates are made with the authority their machines trust: servers that share templates share it, too.
 fn share_authority(data_dir: &Path) {
-    let (shared, own) = (target_directory().join("network-ca"), data_dir.join("network-ca"));
+    let own = data_dir.join(AUTHORITY);
     fs::DirBuilder::new().mode(0o700).create(&own).expect("the directory is ours");
-    for name in ["ca.pem", "ca.key"] {
-        let _ = fs::copy(shared.join(name), own.join(name));
+    let shared = target_directory().join(AUTHORITY);
+    if shared.exists() {
+        copy_authority(&shared, &own);
     }
 }
 
 /// The first server's becomes everybody's.
 fn publish_authority(data_dir: &Path) {
-    let (own, shared) = (data_dir.join("network-ca"), target_directory().join("network-ca"));
+    let shared = target_directory().join(AUTHORITY);
     if !shared.exists() {
         let new = tempfile::tempdir_in(target_directory()).expect("the directory is ours");
-        for name in ["ca.pem", "ca.key"] {
-            fs::copy(own.join(name), new.path().join(name)).expect("the server has an authority");
-        }
-        // Another test may have been faster.
-        let _ = fs::rename(new.keep(), shared);
+        copy_authority(&data_dir.join(AUTHORITY), new.path());
+        // Another test may have been faster; what is not moved away goes with `new`.
+        let _ = fs::rename(new.path(), shared);
+    }
+}
+
+fn copy_authority(from: &Path, to: &Path) {
+    for name in ["ca.pem", "ca.key"] {
+        fs::copy(from.join(name), to.join(name)).expect("there is an authority");
     }
 }
 

@@ -101,7 +101,7 @@ pub struct Recipe {
     /// Processors, memory and disk of its machines.
     pub shape: MachineShape,
     /// What its machines have in common; see [`TemplateBoot::introduction`].
-    pub introduction: Option<Identity>,
+    pub introduction: Identity,
     /// What runs in it when its memory is kept.
     pub startup: Option<Startup>,
 }
@@ -109,11 +109,12 @@ pub struct Recipe {
 impl Recipe {
     /// The digest a template's record carries.
     pub fn digest(&self, boot: &BootFiles) -> String {
-        let mut digest = Digest::default().field("boot", &boot.digest).field("disk", self.disk.digest());
-        if let Some(Identity { files, network, .. }) = &self.introduction {
-            // The rest of it is of the moment.
-            digest = digest.field("introduction", format!("{files:?} {network:?}"));
-        }
+        // The rest of it is of the moment.
+        let Identity { files, network, .. } = &self.introduction;
+        let digest = Digest::default()
+            .field("boot", &boot.digest)
+            .field("disk", self.disk.digest())
+            .field("introduction", format!("{files:?} {network:?}"));
         match &self.startup {
             Some(startup) => digest.field("startup", format!("{:?} {:?}", startup.start, startup.ready)).finish(),
             None => digest.finish(),
@@ -211,7 +212,7 @@ impl Images {
             let boot = TemplateBoot {
                 root_disk: recipe.disk.path().to_owned(),
                 shape,
-                introduction: recipe.introduction.clone(),
+                introduction: Some(recipe.introduction.clone()),
                 startup: recipe.startup.clone(),
                 directory: cached.clone(),
             };

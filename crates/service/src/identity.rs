@@ -33,20 +33,9 @@ pub(crate) fn in_waiting(core: &Core, machine: &MachineId, user: &str, directory
 }
 
 fn nobody(core: &Core, name: &str, user: &str, directory: Option<&str>) -> Identity {
-    let now = core.clock().now();
-    Identity {
-        sandbox_id: name.to_owned(),
-        template_id: name.to_owned(),
-        hostname: name.to_owned(),
-        machine_id: machine_id(name, name),
-        unix_time_ns: nanoseconds(now),
-        entropy: fresh_entropy(),
-        env: BTreeMap::new(),
-        default_user: user.to_owned(),
-        default_cwd: directory.map(str::to_owned),
-        files: filled(&core.config.guest_files, name, name),
-        network: core.network.as_ref().map(|network| network.for_guest()),
-    }
+    let network = core.network.as_ref().map(|network| network.for_guest());
+    let files = &core.config.guest_files;
+    Identity { network, ..named(core.clock().now(), files, (name, name), name, (user, directory)) }
 }
 
 /// What a sandbox's machine is told, each time it is made, resumed or copied.
@@ -68,18 +57,31 @@ fn identity_at(
         env.insert(FORK_INDEX.to_owned(), index.to_string());
     }
     env.extend(told.env);
+    let (ids, secret) = ((sandbox.id.as_str(), template.id.as_str()), sandbox.access_token.expose());
+    let defaults = (template.default_user.as_str(), template.default_cwd.as_deref());
+    Identity { env, network: told.network, ..named(now, files, ids, secret, defaults) }
+}
+
+/// What follows from names and moment alone: no environment, and nothing about the network.
+fn named(
+    now: Timestamp,
+    files: &BTreeMap<String, String>,
+    (sandbox, template): (&str, &str),
+    secret: &str,
+    (user, directory): (&str, Option<&str>),
+) -> Identity {
     Identity {
-        sandbox_id: sandbox.id.to_string(),
-        template_id: template.id.to_string(),
-        hostname: sandbox.id.to_string(),
-        machine_id: machine_id(sandbox.id.as_str(), sandbox.access_token.expose()),
-        unix_time_ns: nanoseconds(now),
+        sandbox_id: sandbox.to_owned(),
+        template_id: template.to_owned(),
+        hostname: sandbox.to_owned(),
+        machine_id: machine_id(sandbox, secret),
+        unix_time_ns: u64::try_from(now.as_nanosecond()).unwrap_or_default(),
         entropy: fresh_entropy(),
-        env,
-        default_user: template.default_user.clone(),
-        default_cwd: template.default_cwd.clone(),
-        files: filled(files, sandbox.id.as_str(), template.id.as_str()),
-        network: told.network,
+        env: BTreeMap::new(),
+        default_user: user.to_owned(),
+        default_cwd: directory.map(str::to_owned),
+        files: filled(files, sandbox, template),
+        network: None,
     }
 }
 
@@ -96,10 +98,6 @@ fn machine_id(id: &str, secret: &str) -> String {
     bytes[6] = (bytes[6] & 0x0f) | 0x40;
     bytes[8] = (bytes[8] & 0x3f) | 0x80;
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn nanoseconds(time: Timestamp) -> u64 {
-    u64::try_from(time.as_nanosecond()).unwrap_or_default()
 }
 
 /// Random bytes for a guest's generator, as the agent takes them.

@@ -5,7 +5,6 @@ use stockade_engine::Engine;
 use stockade_images::{BootFiles, ImageError, Images, Recipe, code_interpreter};
 use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
 use stockade_service::{Service, ServiceError};
-use stockade_wire::machine::Identity;
 
 use super::{data_dir::DataDir, progress::Display};
 use crate::{
@@ -32,7 +31,8 @@ impl Workshop<'_> {
     /// Registers `base`: the one there is if nothing about it has changed, else a new one.
     pub(super) async fn ensure_base(&self) -> Result<(), Failure> {
         let disk = self.images.base_disk(self.boot.kernel(), self.display).await.map_err(image_failure)?;
-        self.ensure("base", Recipe { disk, shape: BASE_SHAPE, introduction: self.introduction(), startup: None }).await
+        let introduction = self.service.introduction();
+        self.ensure("base", Recipe { disk, shape: BASE_SHAPE, introduction, startup: None }).await
     }
 
     /// The same for a template that is made only where it is asked for.
@@ -42,14 +42,10 @@ impl Workshop<'_> {
                 let disk = self.images.code_interpreter_disk(self.boot.kernel(), self.display).await;
                 let disk = disk.map_err(image_failure)?;
                 let startup = Some(code_interpreter::startup());
-                let recipe = Recipe { disk, shape: CODE_SHAPE, introduction: self.introduction(), startup };
-                self.ensure("code-interpreter", recipe).await
+                let introduction = self.service.introduction();
+                self.ensure("code-interpreter", Recipe { disk, shape: CODE_SHAPE, introduction, startup }).await
             }
         }
-    }
-
-    fn introduction(&self) -> Option<Identity> {
-        Some(self.service.introduction())
     }
 
     async fn ensure(&self, name: &str, recipe: Recipe) -> Result<(), Failure> {
