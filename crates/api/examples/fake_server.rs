@@ -6,15 +6,13 @@
 //! `stockade up` does. Every command runs on this very host as the user who started this: never give it
 //! an address others can reach.
 
-use std::{error::Error, net::SocketAddr, path::Path, path::PathBuf, sync::Arc, time::Duration};
+use std::{error::Error, net::SocketAddr, path::PathBuf, time::Duration};
 
-use jiff::Timestamp;
 use serde_json::json;
 use stockade_api::{ServeConfig, Tls, serve};
-use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
-use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
-use stockade_service::{Service, ServiceConfig};
-use stockade_store::{SecretFile, Store};
+use stockade_engine::fake::FakeHost;
+use stockade_model::{MachineShape, Template};
+use stockade_service::fake;
 use tokio::{
     net::TcpListener,
     signal::unix::{SignalKind, signal},
@@ -23,16 +21,15 @@ use tokio::{
 const BASE_DOMAIN: &str = "stockade.localhost";
 
 #[tokio::main]
-async fn main() -> Result<(), Box<dyn Error>> {
+async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     tracing_subscriber::fmt().with_env_filter(tracing_subscriber::EnvFilter::from_default_env()).init();
     let directory = PathBuf::from(std::env::args().nth(1).ok_or("name a data directory")?);
     std::fs::create_dir_all(&directory)?;
-    let secret = SecretFile::open_or_create(&directory.join("secret"))?;
-    let store = Store::open(&directory.join("stockade.db"), secret).await?;
-    let engine = Arc::new(FakeEngine::new(FakeHost::hosting()?));
-    let service = Service::start(ServiceConfig { pool_size: 0, ..ServiceConfig::new(engine, store) }).await?;
-    register_base(&service, &directory).await?;
-    let key_file = make_key(&service, &directory).await?;
+    let (service, _) = fake::serve(&directory, &FakeHost::hosting()?, |_| ()).await?;
+    let shape = MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 4096 };
+    fake::register(&service, &directory, Template { shape, ..fake::template("base") }).await?;
+    let key_file = directory.join("api-key");
+    std::fs::write(&key_file, fake::key(&service, "default").await?.expose())?;
 
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
     let http = TcpListener::bind(any_port).await?;
@@ -57,30 +54,4 @@ async fn main() -> Result<(), Box<dyn Error>> {
     }
     server.stop(Duration::from_secs(2)).await;
     Ok(())
-}
-
-async fn register_base(service: &Service, directory: &Path) -> Result<(), Box<dyn Error>> {
-    let id = TemplateId::random();
-    let files = make_template(directory.join(id.as_str()))?;
-    let template = Template {
-        id,
-        workspace: None,
-        name: "base".to_owned(),
-        state: TemplateState::Ready,
-        shape: MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 4096 },
-        recipe_digest: "fake".to_owned(),
-        env: std::collections::BTreeMap::new(),
-        default_user: "root".to_owned(),
-        default_cwd: None,
-        created_at: Timestamp::now(),
-    };
-    Ok(service.register_template(template, &files).await?)
-}
-
-async fn make_key(service: &Service, directory: &Path) -> Result<PathBuf, Box<dyn Error>> {
-    let workspace = service.default_workspace().await?;
-    let (_, key) = service.create_api_key(&workspace, "fake").await?;
-    let file = directory.join("api-key");
-    std::fs::write(&file, key.expose())?;
-    Ok(file)
 }

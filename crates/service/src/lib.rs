@@ -18,6 +18,8 @@ mod create;
 mod dirs;
 mod end;
 mod error;
+#[cfg(feature = "fake")]
+pub mod fake;
 mod fork;
 mod identity;
 mod janitor;

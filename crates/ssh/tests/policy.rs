@@ -1,17 +1,16 @@
 //! Who gets in and what is refused, with a client of the same library and machines that are this process.
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use russh::{
     ChannelMsg, ChannelOpenFailure,
     client::{self, AuthResult},
     keys::{PrivateKey, PrivateKeyWithHashAlg, PublicKeyOrCertificate},
 };
-use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
-use stockade_model::{MachineShape, Sandbox, SandboxId, Template, TemplateId, TemplateState};
-use stockade_service::{CreateSandbox, PauseMode, Principal, Service, ServiceConfig, SshKeyRequest};
+use stockade_engine::fake::FakeHost;
+use stockade_model::{Sandbox, SandboxId};
+use stockade_service::{CreateSandbox, PauseMode, Principal, Service, SshKeyRequest, fake};
 use stockade_ssh::{HostKey, KeyPair, Server};
-use stockade_store::{SecretFile, Store};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -50,28 +49,10 @@ type Session = client::Handle<Pinned>;
 impl TestServer {
     async fn start() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        let secret = SecretFile::open_or_create(&dir.path().join("secret")).expect("a secret");
-        let store = Store::open(&dir.path().join("stockade.db"), secret).await.expect("a store");
         let host = FakeHost::hosting().expect("a host");
-        let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host)), store);
-        config.pool_size = 0;
-        config.metrics_period = Duration::ZERO;
-        let service = Service::start(config).await.expect("a service");
-        let id = TemplateId::random();
-        let directory = make_template(dir.path().join("templates").join(id.as_str())).expect("a template");
-        let template = Template {
-            id,
-            workspace: None,
-            name: "base".to_owned(),
-            state: TemplateState::Ready,
-            shape: MachineShape { vcpus: 1, memory_mib: 512, disk_mib: 1024 },
-            recipe_digest: "none".to_owned(),
-            env: BTreeMap::new(),
-            default_user: "root".to_owned(),
-            default_cwd: None,
-            created_at: "2026-01-02T03:04:05Z".parse().expect("a time"),
-        };
-        service.register_template(template, &directory).await.expect("registered");
+        let served = fake::serve(dir.path(), &host, |config| config.metrics_period = Duration::ZERO);
+        let (service, _) = served.await.expect("a service");
+        fake::register(&service, dir.path(), fake::template("base")).await.expect("registered");
         let who = principal(&service, "default").await;
         let key = HostKey::open_or_create(&dir.path().join("host-key")).expect("a key");
         let host_key = key.public.clone();

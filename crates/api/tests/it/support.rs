@@ -1,15 +1,14 @@
 //! One server per test: its own directory, host, database and ports.
 
-use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{net::SocketAddr, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
 use stockade_api::{ServeConfig, Server, Tls};
-use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
-use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
-use stockade_service::{Service, ServiceConfig};
-use stockade_store::{Archive, SecretFile, Store};
+use stockade_engine::fake::FakeHost;
+use stockade_model::Template;
+use stockade_service::{Service, fake};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -35,8 +34,8 @@ impl TestServer {
         let dir = tempfile::tempdir().expect("a directory");
         let host = FakeHost::hosting().expect("a host");
         let service = service(&dir, &host).await;
-        let key = key(&service, "default").await;
-        let stranger = key_of_stranger(&service).await;
+        let key = key_to(&service, "default").await;
+        let stranger = key_to(&service, "strangers").await;
         let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let tls = Tls::OwnCa { directory: dir.path().join("tls") };
         let https = Some((bind().await, tls));
@@ -139,41 +138,16 @@ impl Answer {
 }
 
 async fn service(dir: &TempDir, host: &FakeHost) -> Service {
-    let secret = SecretFile::open_or_create(&dir.path().join("secret")).expect("a secret");
-    let store = Store::open(&dir.path().join("stockade.db"), secret).await.expect("a store");
-    let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host.clone())), store);
-    config.pool_size = 0;
-    config.archive = Some(Archive::at_directory(&dir.path().join("archive")).expect("an archive"));
-    config.metrics_period = Duration::ZERO;
-    let service = Service::start(config).await.expect("a service");
-    let id = TemplateId::random();
-    let directory: PathBuf = make_template(dir.path().join("templates").join(id.as_str())).expect("a template");
-    let template = Template {
-        id,
-        workspace: None,
-        name: "base".to_owned(),
-        state: TemplateState::Ready,
-        shape: MachineShape { vcpus: 1, memory_mib: 512, disk_mib: 1024 },
-        recipe_digest: "none".to_owned(),
-        env: BTreeMap::new(),
-        default_user: "root".to_owned(),
-        default_cwd: None,
-        created_at: "2026-01-02T03:04:05Z".parse().expect("a time"),
-    };
-    service.register_template(template, &directory).await.expect("registered");
+    let served = fake::serve(dir.path(), host, |config| config.metrics_period = Duration::ZERO);
+    let (service, _) = served.await.expect("a service");
+    let created_at = "2026-01-02T03:04:05Z".parse().expect("a time");
+    let base = Template { created_at, ..fake::template("base") };
+    fake::register(&service, dir.path(), base).await.expect("registered");
     service
 }
 
-async fn key(service: &Service, name: &str) -> String {
-    let workspace = service.default_workspace().await.expect("a workspace");
-    let (_, key) = service.create_api_key(&workspace, name).await.expect("a key");
-    key.expose().to_owned()
-}
-
-async fn key_of_stranger(service: &Service) -> String {
-    let workspace = service.workspace("strangers").await.expect("a workspace");
-    let (_, key) = service.create_api_key(&workspace, "stranger").await.expect("a key");
-    key.expose().to_owned()
+async fn key_to(service: &Service, workspace: &str) -> String {
+    fake::key(service, workspace).await.expect("a key").expose().to_owned()
 }
 
 /// A hang becomes a failure.

@@ -1,14 +1,13 @@
 //! One server per test: its own directory, host and database.
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use jiff::Timestamp;
-use stockade_engine::fake::{FakeEngine, FakeHost, make_template};
-use stockade_model::{
-    EndCause, MachineShape, Sandbox, SandboxId, SandboxState, Template, TemplateId, TemplateState, Tier, WorkspaceId,
+use stockade_engine::fake::FakeHost;
+use stockade_model::{EndCause, Sandbox, SandboxId, SandboxState, Template, TemplateId, Tier, WorkspaceId};
+use stockade_service::{
+    CreateSandbox, ListFilter, Principal, Service, ServiceConfig, ServiceError, SnapshotFilter, fake,
 };
-use stockade_service::{CreateSandbox, ListFilter, Principal, Service, ServiceConfig, ServiceError, SnapshotFilter};
-use stockade_store::{Archive, SecretFile, Store};
+use stockade_store::Store;
 use tempfile::TempDir;
 
 /// Nothing here takes that long unless it hangs.
@@ -174,15 +173,12 @@ impl TestServer {
 }
 
 async fn serve(dir: &TempDir, host: &FakeHost, configure: &dyn Fn(&mut ServiceConfig)) -> (Service, Store) {
-    let secret = SecretFile::open_or_create(&dir.path().join("secret")).expect("secret");
-    let store = Store::open(&dir.path().join("stockade.db"), secret).await.expect("store");
-    let mut config = ServiceConfig::new(Arc::new(FakeEngine::new(host.clone())), store.clone());
-    config.archive = Some(Archive::at_directory(&dir.path().join("archive")).expect("archive"));
-    config.pool_size = 0;
-    config.metrics_period = Duration::ZERO;
-    config.meter_period = Duration::ZERO;
-    configure(&mut config);
-    (within(Service::start(config)).await.expect("service"), store)
+    let served = fake::serve(dir.path(), host, |config| {
+        config.metrics_period = Duration::ZERO;
+        config.meter_period = Duration::ZERO;
+        configure(config);
+    });
+    within(served).await.expect("service")
 }
 
 async fn principal(service: &Service, workspace: &WorkspaceId) -> Principal {
@@ -191,21 +187,14 @@ async fn principal(service: &Service, workspace: &WorkspaceId) -> Principal {
 }
 
 async fn template(service: &Service, dir: &TempDir, workspace: Option<&WorkspaceId>, name: &str) -> TemplateId {
-    let id = TemplateId::random();
-    let directory: PathBuf = make_template(dir.path().join("templates").join(id.as_str())).expect("template");
     let template = Template {
-        id: id.clone(),
         workspace: workspace.cloned(),
-        name: name.to_owned(),
-        state: TemplateState::Ready,
-        shape: MachineShape { vcpus: 1, memory_mib: 512, disk_mib: 1024 },
-        recipe_digest: "none".to_owned(),
         env: BTreeMap::from([("FROM".to_owned(), "template".to_owned()), ("BOTH".to_owned(), "template".to_owned())]),
         default_user: "user".to_owned(),
-        default_cwd: None,
-        created_at: Timestamp::now(),
+        ..fake::template(name)
     };
-    service.register_template(template, &directory).await.expect("registered");
+    let id = template.id.clone();
+    fake::register(service, dir.path(), template).await.expect("registered");
     id
 }
 

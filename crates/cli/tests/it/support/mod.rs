@@ -1,21 +1,11 @@
 //! A server on the fake engine in this very process, and the program to run against it.
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-    process::Stdio,
-    sync::Arc,
-    time::Duration,
-};
+use std::{process::Stdio, time::Duration};
 
 use stockade_api::{ServeConfig, Server};
-use stockade_engine::{
-    Engine, TemplateBoot,
-    fake::{FakeEngine, FakeHost},
-};
-use stockade_model::{MachineShape, Template, TemplateId, TemplateState};
-use stockade_service::{Service, ServiceConfig};
-use stockade_store::{Archive, SecretFile, Store};
+use stockade_engine::fake::FakeHost;
+use stockade_model::{MachineShape, Template};
+use stockade_service::{Service, fake};
 use tempfile::TempDir;
 use tokio::{
     io::AsyncWriteExt as _,
@@ -39,16 +29,10 @@ impl TestServer {
     pub(crate) async fn start() -> Self {
         let directory = TempDir::new().expect("a directory");
         let host = FakeHost::hosting().expect("a host");
-        let engine = Arc::new(FakeEngine::new(host.clone()));
-        let secret = SecretFile::open_or_create(&directory.path().join("secret")).expect("a secret");
-        let store = Store::open(&directory.path().join("db"), secret).await.expect("a store");
-        let template = boot_template(engine.as_ref(), directory.path()).await;
-        let archive = Some(Archive::at_directory(&directory.path().join("archive")).expect("an archive"));
-        let config = ServiceConfig { pool_size: 0, archive, ..ServiceConfig::new(engine, store) };
-        let service = Service::start(config).await.expect("a service");
-        service.register_template(template.0, &template.1).await.expect("a template");
-        let workspace = service.default_workspace().await.expect("a workspace");
-        let (_, key) = service.create_api_key(&workspace, "test").await.expect("a key");
+        let (service, _) = fake::serve(directory.path(), &host, |_| ()).await.expect("a service");
+        let base = Template { shape: SHAPE, default_user: "user".to_owned(), ..fake::template("base") };
+        fake::register(&service, directory.path(), base).await.expect("a template");
+        let key = fake::key(&service, "default").await.expect("a key");
         let http = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let config = ServeConfig { http, https: None, base_domain: "stockade.localhost".to_owned(), ssh: None };
         let server = stockade_api::serve(config, service.clone()).expect("a server");
@@ -80,32 +64,6 @@ impl TestServer {
     pub(crate) async fn create(&self) -> String {
         self.ok(&["create"]).await.trim().to_owned()
     }
-}
-
-async fn boot_template(engine: &dyn Engine, directory: &Path) -> (Template, PathBuf) {
-    let id = TemplateId::random();
-    let place = directory.join(id.as_str());
-    let boot = TemplateBoot {
-        root_disk: PathBuf::new(),
-        shape: SHAPE,
-        introduction: None,
-        startup: None,
-        directory: place.clone(),
-    };
-    engine.boot_template(&boot, &|_| ()).await.expect("booted");
-    let template = Template {
-        id,
-        workspace: None,
-        name: "base".to_owned(),
-        state: TemplateState::Ready,
-        shape: SHAPE,
-        recipe_digest: "test".to_owned(),
-        env: BTreeMap::new(),
-        default_user: "user".to_owned(),
-        default_cwd: None,
-        created_at: jiff::Timestamp::now(),
-    };
-    (template, place)
 }
 
 /// The program with nothing in its environment that the machine's user may have set.
