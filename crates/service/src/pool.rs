@@ -67,15 +67,8 @@ impl Kind {
 struct Place {
     template: PathBuf,
     snapshot: Option<PathBuf>,
-    /// What its machines rehearse as.
-    role: Option<Role>,
-}
-
-/// Whom an emulated machine is told to be while it waits to be claimed.
-#[derive(Clone, Debug)]
-struct Role {
-    user: String,
-    directory: Option<String>,
+    /// Of what an emulated machine is told to be a sandbox while it waits to be claimed. `None`: it rehearses nothing.
+    rehearses: Option<Arc<Template>>,
 }
 
 struct Ready {
@@ -149,10 +142,10 @@ impl Pool {
     }
 
     /// Keeps machines of a template ready from now on.
-    pub(crate) fn add_template(&self, template: &Template, directory: PathBuf) {
-        let role = Role { user: template.default_user.clone(), directory: template.default_cwd.clone() };
-        let place = Place { template: directory, snapshot: None, role: Some(role) };
-        self.lock().entry(Kind::Template(template.id.clone())).or_insert_with(|| Ready::new(place, self.size));
+    pub(crate) fn add_template(&self, template: Template, directory: PathBuf) {
+        let kind = Kind::Template(template.id.clone());
+        let place = Place { template: directory, snapshot: None, rehearses: Some(Arc::new(template)) };
+        self.lock().entry(kind).or_insert_with(|| Ready::new(place, self.size));
         self.wake();
     }
 
@@ -171,7 +164,8 @@ impl Pool {
             let mut kinds = self.lock();
             if matches!(kind, Kind::Snapshot(_)) && !kinds.contains_key(kind) {
                 // What runs in a snapshot must not run before somebody has it.
-                let place = Place { template: template.to_owned(), snapshot: snapshot.map(Path::to_owned), role: None };
+                let (template, snapshot) = (template.to_owned(), snapshot.map(Path::to_owned));
+                let place = Place { template, snapshot, rehearses: None };
                 kinds.insert(kind.clone(), Ready::new(place, 0));
             }
             let ready = kinds.get_mut(kind)?;
@@ -309,9 +303,9 @@ async fn restore(core: &Core, kind: &Kind, place: &Place) -> Result<(), Box<dyn 
             return Err(late.into());
         }
     };
-    if let Some(role) = &place.role
+    if let Some(template) = &place.rehearses
         && core.engine().info().accelerator == Accelerator::Tcg
-        && let Err(error) = rehearse(core, &machine, role).await
+        && let Err(error) = rehearse(core, &machine, template).await
     {
         core.remove_for_certain(machine).await;
         return Err(error);
@@ -327,9 +321,9 @@ async fn restore(core: &Core, kind: &Kind, place: &Place) -> Result<(), Box<dyn 
 async fn rehearse(
     core: &Core,
     machine: &Arc<dyn Machine>,
-    role: &Role,
+    template: &Template,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    let identity = identity::in_waiting(core, machine.id(), &role.user, role.directory.as_deref());
+    let identity = identity::in_waiting(core, machine.id(), &template.default_user, template.default_cwd.as_deref());
     let steps = async {
         machine.resume().await?;
         let guest = machine.guest().await?;

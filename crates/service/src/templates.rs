@@ -25,7 +25,7 @@ impl Service {
             }
         }
         if record.template.state == TemplateState::Ready {
-            core.pool.add_template(&record.template, record.directory);
+            core.pool.add_template(record.template, record.directory);
         }
         Ok(())
     }
@@ -69,7 +69,7 @@ pub(crate) async fn fill_pool(core: &Arc<Core>) -> Result<(), ServiceError> {
             continue;
         }
         match core.engine().check_template(&record.directory).await {
-            Ok(()) => core.pool.add_template(&record.template, record.directory),
+            Ok(()) => core.pool.add_template(record.template, record.directory),
             Err(error) => {
                 let name = record.template.name;
                 warn!(template = %record.template.id, name, error = &error as &dyn std::error::Error, "template cannot be used");
