@@ -7,11 +7,9 @@ use serde::Deserialize;
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines},
     process::{Child, ChildStdin, ChildStdout, Command},
-    time,
 };
 
 use super::{
-    PAUSE,
     measure::Samples,
     report::Measure,
     rounds::{self, milliseconds},
@@ -105,11 +103,9 @@ pub(super) async fn measure(server: &Throwaway, python: &Path, n: usize, ui: Ui)
     rounds::create_to_output(&server.client).await?;
     sdk.sample("command").await?;
     for _ in 0..n {
-        server.settle(0).await?;
-        time::sleep(PAUSE).await;
+        server.quiet(0).await?;
         ours.push(rounds::create_to_output(&server.client).await);
-        server.settle(0).await?;
-        time::sleep(PAUSE).await;
+        server.quiet(0).await?;
         theirs.push(sdk.sample("command").await.map(|ms| ms[0]));
     }
     let ratio = theirs.median() / ours.median();
@@ -131,8 +127,7 @@ async fn code(server: &Throwaway, sdk: &mut Sdk, n: usize, ui: Ui) -> Result<Vec
     sdk.sample("code").await?;
     for _ in 0..n {
         for (at, theirs) in [(0, false), (2, true)] {
-            server.settle(0).await?;
-            time::sleep(PAUSE).await;
+            server.quiet(0).await?;
             let sample = if theirs { sdk.sample("code").await } else { native_code(server).await };
             match sample {
                 Ok(ms) => ms.iter().enumerate().for_each(|(index, ms)| all[at + index].push(Ok::<_, Failure>(*ms))),

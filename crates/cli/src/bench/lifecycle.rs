@@ -104,8 +104,7 @@ async fn forks(server: &Throwaway, count: usize, rounds: usize, ui: Ui) -> Resul
     output_of(client, &id, &["/bin/echo", "ready"]).await?;
     let (mut together, mut each, mut memory) = (Samples::default(), Samples::default(), Samples::default());
     for _ in 0..rounds {
-        server.settle(1).await?;
-        time::sleep(PAUSE).await;
+        server.quiet(1).await?;
         let parent = server.memory();
         let begin = Instant::now();
         let children = client.fork(&id, &json!({"count": count, "all_or_nothing": true})).await?;

@@ -136,11 +136,9 @@ async fn restores(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, 
     // The first one reads files from disk.
     rounds::create_to_output(&server.client).await?;
     for _ in 0..n {
-        server.settle(0).await?;
-        time::sleep(PAUSE).await;
+        server.quiet(0).await?;
         ours.push(rounds::create_to_output(&server.client).await);
-        server.settle(0).await?;
-        time::sleep(PAUSE).await;
+        server.quiet(0).await?;
         reply.push(emulator.restore().await);
         time::sleep(PAUSE).await;
         output.push(emulator.first_output().await);
@@ -232,8 +230,7 @@ async fn claims(server: &Throwaway, n: usize, ui: Ui) -> Result<Measure, Failure
     server.settle_pool(POOL).await?;
     rounds::create_to_output(&server.client).await?;
     for _ in 0..n {
-        server.settle_pool(POOL).await?;
-        time::sleep(PAUSE).await;
+        server.quiet_pool(POOL).await?;
         claims.push(rounds::create_to_output(&server.client).await);
     }
     Ok(Measure::new("claim to first output", "ms", claims))
@@ -243,8 +240,7 @@ async fn creates(server: &Throwaway, n: usize, in_flight: usize, ui: Ui) -> Resu
     // 100 by default at the widest.
     let count = (n * 5).min(n * 2 + in_flight * 4).max(in_flight);
     ui.note(&format!("{count} creates, {in_flight} in flight"));
-    server.settle_pool(POOL).await?;
-    time::sleep(PAUSE).await;
+    server.quiet_pool(POOL).await?;
     let burst = rounds::burst(server, count, in_flight).await?;
     Ok([
         Measure::new(format!("create, {in_flight} in flight"), "ms", burst.latency),

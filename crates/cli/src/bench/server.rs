@@ -22,6 +22,7 @@ use tokio::{
     time::{self, Instant},
 };
 
+use super::PAUSE;
 use crate::{client::Client, commands::env::e2b_variables, failure::Failure, local_paths::Ready};
 
 /// The first one may have to build the base template.
@@ -157,6 +158,20 @@ impl Throwaway {
             }
             time::sleep(POLL).await;
         }
+    }
+
+    /// Waits until a sample can be taken: exactly this many machines, and quiet guests.
+    pub(super) async fn quiet(&self, machines: usize) -> Result<(), Failure> {
+        self.settle(machines).await?;
+        time::sleep(PAUSE).await;
+        Ok(())
+    }
+
+    /// The same where a pool is kept.
+    pub(super) async fn quiet_pool(&self, least: usize) -> Result<(), Failure> {
+        self.settle_pool(least).await?;
+        time::sleep(PAUSE).await;
+        Ok(())
     }
 
     /// Private and proportional memory of each emulator, in MiB.
