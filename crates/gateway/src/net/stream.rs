@@ -2,7 +2,7 @@
 
 use std::{
     future::poll_fn,
-    io,
+    io::{self, IoSlice},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -186,6 +186,19 @@ impl AsyncWrite for FlowStream {
         })
     }
 
+    /// The parts go to the guest as one: TLS writes a record after the other, and each alone would be a small frame.
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        parts: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_send(cx, |_, room| Poll::Ready(Ok(gather(parts, room))))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
     fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -194,6 +207,17 @@ impl AsyncWrite for FlowStream {
         self.close();
         Poll::Ready(Ok(()))
     }
+}
+
+/// Copies as much of the parts as there is room for and says how much that was.
+fn gather(parts: &[IoSlice<'_>], room: &mut [u8]) -> usize {
+    let mut filled = 0;
+    for part in parts {
+        let count = part.len().min(room.len() - filled);
+        room[filled..filled + count].copy_from_slice(&part[..count]);
+        filled += count;
+    }
+    filled
 }
 
 #[derive(Clone, Copy, Eq, PartialEq)]

@@ -13,7 +13,10 @@ use rustls::pki_types::ServerName;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-use super::BoxBody;
+use super::{
+    BoxBody,
+    bulk::{self, Joined},
+};
 use crate::{
     dial::DialError,
     policy::{CompiledForward, Scheme},
@@ -143,14 +146,14 @@ impl Client {
         let shared = &self.sandbox.shared;
         let config = if alone { &shared.tls_http1 } else { &shared.tls_any };
         let name = ServerName::try_from(self.way.place().0).map_err(|error| ClientError::Failed(error.to_string()))?;
-        let handshake = TlsConnector::from(Arc::clone(config)).connect(name, stream);
+        let handshake = TlsConnector::from(Arc::clone(config)).connect(name, bulk::below(stream));
         let tls = match timeout(self.sandbox.limits.dial_timeout(), handshake).await {
             Ok(Ok(tls)) => tls,
             Ok(Err(error)) => return Err(ClientError::Failed(format!("TLS: {error}"))),
             Err(_) => return Err(ClientError::Failed("TLS: it did not answer in time".to_owned())),
         };
         let http2 = tls.get_ref().1.alpn_protocol() == Some(b"h2");
-        Ok((Box::new(tls), http2))
+        Ok((Box::new(Joined::new(tls)), http2))
     }
 
     async fn send_on(

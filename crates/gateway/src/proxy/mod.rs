@@ -11,6 +11,7 @@
 //! The first bytes are looked at in the flow's ring and stay there, so that whoever takes over reads them again.
 
 mod authority;
+mod bulk;
 mod client;
 pub mod hello;
 mod refuse;
@@ -23,13 +24,14 @@ use std::{io, sync::Arc};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt, BufReader},
     time::timeout,
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 pub use self::authority::{AuthorityError, CertificateAuthority};
 use self::{
+    bulk::Joined,
     hello::Hello,
     refuse::Refusal,
     requests::Session,
@@ -168,9 +170,9 @@ impl Handler {
         }
     }
 
-    async fn accept(&self, stream: FlowStream, name: &str) -> io::Result<TlsStream<FlowStream>> {
+    async fn accept(&self, stream: FlowStream, name: &str) -> io::Result<TlsStream<BufReader<FlowStream>>> {
         let config = self.sandbox.shared.authority.server_config(name).map_err(io::Error::other)?;
-        timeout(self.sandbox.limits.head_timeout(), TlsAcceptor::from(config).accept(stream)).await?
+        timeout(self.sandbox.limits.head_timeout(), TlsAcceptor::from(config).accept(bulk::below(stream))).await?
     }
 
     async fn tls(
@@ -198,7 +200,7 @@ impl Handler {
             Ok(tls) => {
                 let http2 = tls.get_ref().1.alpn_protocol() == Some(b"h2");
                 let session = Session::new(Arc::clone(&self.sandbox), self.target.clone(), Scheme::Https, flow);
-                server::serve_requests(tls, http2, session).await
+                server::serve_requests(Joined::new(tls), http2, session).await
             }
             Err(error) => {
                 let hint = format!("the guest broke off the handshake ({error}); does it trust the deployment's CA?");

@@ -5,6 +5,7 @@ use std::{convert::Infallible, io, sync::Arc};
 use http::{Request, Response, Version, header};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::io::BufReader;
 use tokio_rustls::server::TlsStream;
 
 use super::{BoxBody, refuse::Refusal, requests::Session};
@@ -28,7 +29,11 @@ pub(super) async fn answer_all(stream: FlowStream, limits: &Limits, refusal: Ref
 }
 
 /// Gives every request the same answer.
-pub(super) async fn answer_all_tls(stream: TlsStream<FlowStream>, limits: &Limits, refusal: Refusal) -> io::Result<()> {
+pub(super) async fn answer_all_tls(
+    stream: TlsStream<BufReader<FlowStream>>,
+    limits: &Limits,
+    refusal: Refusal,
+) -> io::Result<()> {
     let http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
     answer_with(stream, http2, limits, refusal).await
 }
