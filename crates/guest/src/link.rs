@@ -1,10 +1,10 @@
 //! One link, many sessions: finds hellos, answers them, serves HTTP/2 until the session ends.
 //!
 //! ```text
-//!          hello seen: echo it            end of input
-//! Scanning ------------------> Session --------------> done (the port hung up)
-//!    ^                            |
-//!    +--- h2 error, other hello --+
+//!          hello seen: echo it          HTTP/2 begins            end of input
+//! Scanning ------------------> Opening --------------> Session --------------> done (the port hung up)
+//!    ^                            |  identities           |
+//!    +------- other hello --------+---- other hello ------+
 //! ```
 //!
 //! A machine restored from a snapshot may be connected to a new host without having seen the old one
@@ -22,10 +22,10 @@ use std::{
 use bytes::{Buf, BytesMut};
 use hyper::{server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use stockade_wire::hello::{HELLO_BYTES, Hello, MAGIC, Scanner};
+use stockade_wire::hello::{self, HELLO_BYTES, Hello, MAGIC, Opening, Scanner};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
-use crate::{Agent, routes};
+use crate::{Agent, failure::invalid, identity, routes};
 
 /// What one stream may have under way towards us: ten round trips of the link at its full speed.
 const STREAM_WINDOW: u32 = 256 << 10;
@@ -53,6 +53,12 @@ where
     let mut link = Link::new(stream);
     while let Some(hello) = link.next_hello().await? {
         link.begin(hello).await?;
+        if !link.open(&agent).await? {
+            if link.has_ended {
+                break;
+            }
+            continue;
+        }
         let serve_one = agent.clone();
         let service = service_fn(move |request| routes::answer(serve_one.clone(), request));
         let session = http2::Builder::new(TokioExecutor::new())
@@ -82,8 +88,6 @@ struct Link<S> {
     ahead: BytesMut,
     out: BytesMut,
     epoch: Option<[u8; 16]>,
-    /// No byte of this session's HTTP/2 has been read.
-    at_start: bool,
     /// Ends the session at hand; the next one begins with it.
     next: Option<Hello>,
     has_ended: bool,
@@ -96,7 +100,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
             ahead: BytesMut::new(),
             out: BytesMut::with_capacity(WRITE_BUFFER),
             epoch: None,
-            at_start: false,
             next: None,
             has_ended: false,
         }
@@ -104,7 +107,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
 
     /// Reads until there is a hello of another epoch than the last; `None` at the end of the stream.
     async fn next_hello(&mut self) -> io::Result<Option<Hello>> {
-        self.at_start = false;
         if let Some(hello) = self.next.take() {
             return Ok(Some(hello));
         }
@@ -127,31 +129,47 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
     async fn begin(&mut self, hello: Hello) -> io::Result<()> {
         self.out.clear();
         self.epoch = Some(hello.epoch);
-        self.at_start = true;
         self.stream.write_all(&Hello::new(hello.epoch).encode()).await?;
         self.stream.flush().await
     }
 
-    /// Skips repeated hellos in front of the session's first byte. `false`: more input is needed.
-    fn skip_hellos(&mut self) -> io::Result<bool> {
-        while let Some(first) = self.ahead.first() {
-            if *first != MAGIC[0] {
-                self.at_start = false;
-                return Ok(true);
-            }
-            if self.ahead.len() < HELLO_BYTES {
-                return Ok(false);
-            }
-            match Hello::decode(&self.ahead[..HELLO_BYTES]) {
-                Some(hello) if Some(hello.epoch) == self.epoch => self.ahead.advance(HELLO_BYTES),
-                Some(hello) => {
+    /// Takes what comes before HTTP/2: repeated hellos, and who the machine is. `false`: HTTP/2 does not begin.
+    async fn open(&mut self, agent: &Agent) -> io::Result<bool> {
+        loop {
+            match Opening::of(&self.ahead) {
+                Opening::Http2 => return Ok(true),
+                Opening::Hello(hello) => {
                     self.ahead.advance(HELLO_BYTES);
-                    return Err(self.interrupt(hello));
+                    if Some(hello.epoch) != self.epoch {
+                        self.next = Some(hello);
+                        return Ok(false);
+                    }
                 }
-                None => return Err(io::Error::new(io::ErrorKind::InvalidData, "neither a hello nor HTTP/2")),
+                Opening::Message(body) => {
+                    let message = self.ahead.split_to(body.end);
+                    let answer = introduced(agent, &message[body]);
+                    self.stream.write_all(&answer).await?;
+                    self.stream.flush().await?;
+                }
+                Opening::Rubbish => return Ok(false),
+                Opening::Unclear => {
+                    let before = self.ahead.len();
+                    self.ahead.reserve(READ_PIECE);
+                    if self.stream.read_buf(&mut self.ahead).await? == 0 {
+                        self.has_ended = true;
+                        return Ok(false);
+                    }
+                    // In the middle of a message, whose rest never comes.
+                    if let Some(hello) = only_hellos(&self.ahead[before..])
+                        && Some(hello.epoch) != self.epoch
+                    {
+                        self.ahead.clear();
+                        self.next = Some(hello);
+                        return Ok(false);
+                    }
+                }
             }
         }
-        Ok(false)
     }
 
     fn interrupt(&mut self, hello: Hello) -> io::Error {
@@ -173,6 +191,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
     }
 }
 
+/// Takes an identity and says what came of it.
+fn introduced(agent: &Agent, identity: &[u8]) -> Vec<u8> {
+    let taken = serde_json::from_slice(identity)
+        .map_err(|error| invalid(format!("malformed identity: {error}")))
+        .and_then(|identity| identity::take(agent, identity));
+    let answer = taken.err().map(|error| serde_json::to_vec(&error).unwrap_or_default()).unwrap_or_default();
+    hello::message(&answer).unwrap_or_default()
+}
+
 /// The last hello in bytes that are hellos and nothing else.
 fn only_hellos(bytes: &[u8]) -> Option<Hello> {
     if bytes.is_empty() || !bytes.len().is_multiple_of(HELLO_BYTES) || !bytes.starts_with(&MAGIC) {
@@ -186,20 +213,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Link<S> {
         let link = self.get_mut();
         if link.next.is_some() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
-        }
-        while link.at_start {
-            if link.skip_hellos()? {
-                break;
-            }
-            link.ahead.reserve(READ_PIECE);
-            let more = {
-                let read = std::pin::pin!(link.stream.read_buf(&mut link.ahead));
-                ready!(read.poll(context))?
-            };
-            if more == 0 {
-                link.has_ended = true;
-                return Poll::Ready(Ok(()));
-            }
         }
         if link.ahead.has_remaining() {
             let piece = link.ahead.len().min(buffer.remaining());

@@ -7,7 +7,12 @@ use std::{collections::BTreeMap, time::Duration};
 use common::{Guest, argv, finish, refusal, shell};
 use futures::StreamExt;
 use stockade_engine::{EngineError, GuestClient};
-use stockade_wire::{ErrorCode, PROTOCOL, event::Event, hello::Hello, machine::Identity};
+use stockade_wire::{
+    ErrorCode, PROTOCOL,
+    event::Event,
+    hello::{Hello, message},
+    machine::Identity,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, UnixStream},
@@ -151,10 +156,8 @@ async fn a_port_nobody_listens_on_is_closed() {
     assert_eq!(refusal(guest.client.connect_port(port).await.map(|_| ())).0, ErrorCode::PortClosed);
 }
 
-#[tokio::test]
-async fn an_identity_gives_every_process_its_environment() {
-    let guest = Guest::start().await;
-    let identity = Identity {
+fn identity() -> Identity {
+    Identity {
         sandbox_id: "sbx_1".to_owned(),
         template_id: "base".to_owned(),
         hostname: "box".to_owned(),
@@ -166,7 +169,13 @@ async fn an_identity_gives_every_process_its_environment() {
         default_cwd: Some("/tmp".to_owned()),
         files: BTreeMap::new(),
         network: None,
-    };
+    }
+}
+
+#[tokio::test]
+async fn an_identity_gives_every_process_its_environment() {
+    let guest = Guest::start().await;
+    let identity = identity();
     guest.client.set_identity(&identity).await.expect("taken");
     guest.client.set_identity(&identity).await.expect("taken again");
     let mut request = argv(["sh", "-c", "echo $FROM_SANDBOX $BOTH $USER $HOME; pwd"]);
@@ -176,9 +185,59 @@ async fn an_identity_gives_every_process_its_environment() {
     for wrong in [
         Identity { hostname: "no name".to_owned(), ..identity.clone() },
         Identity { machine_id: "0123456789ABCDEF0123456789abcdef".to_owned(), ..identity.clone() },
-        Identity { machine_id: String::new(), ..identity },
+        Identity { machine_id: String::new(), ..identity.clone() },
     ] {
         assert_eq!(refusal(guest.client.set_identity(&wrong).await).0, ErrorCode::InvalidArgument);
+        // As the first thing said, too.
+        let (first, _server) = common::connect(&guest.agent).await;
+        assert_eq!(refusal(first.set_identity(&wrong).await).0, ErrorCode::InvalidArgument);
+        first.set_identity(&identity).await.expect("taken");
+        first.health().await.expect("the session goes on");
+        assert_eq!(refusal(first.set_identity(&wrong).await).0, ErrorCode::InvalidArgument);
+    }
+}
+
+#[tokio::test]
+async fn an_identity_that_never_ends_gives_way_to_the_next_session() {
+    let guest = Guest::start().await;
+    let (mut host, agent_end) = UnixStream::pair().expect("a socket pair");
+    tokio::spawn(stockade_guest::serve(agent_end, guest.agent.clone()));
+    let message = message(&serde_json::to_vec(&identity()).expect("JSON")).expect("short");
+    host.write_all(&Hello::new([1; 16]).encode()).await.expect("sent");
+    host.write_all(&message[..40]).await.expect("sent");
+    host.read_exact(&mut [0; 28]).await.expect("answered");
+    let client = GuestClient::open(host, Duration::from_secs(20)).await.expect("a new session");
+    client.set_identity(&identity()).await.expect("taken");
+    assert_eq!(client.health().await.expect("answers").protocol, PROTOCOL);
+}
+
+#[tokio::test]
+async fn a_session_nobody_has_spoken_in_knows_when_its_guest_is_gone() {
+    let guest = Guest::start().await;
+    let (client, server) = common::connect(&guest.agent).await;
+    assert!(client.is_open());
+    server.abort();
+    assert!(server.await.expect_err("aborted").is_cancelled());
+    assert!(!client.is_open());
+    assert!(matches!(client.set_identity(&identity()).await, Err(EngineError::LinkBroken { .. })));
+    assert!(matches!(client.health().await, Err(EngineError::LinkBroken { started: false, .. })));
+}
+
+#[tokio::test]
+async fn who_answers_an_identity_with_something_else_is_not_believed() {
+    for answer in [&b"\xffSTKDMSG\xff\xff\xff\xff"[..], b"\0\0\0\x04\0\0\0\0\0", b"\xffSTKDMSG\0\0\0\x02[]", b""] {
+        let (host, mut agent) = UnixStream::pair().expect("a socket pair");
+        let answers = tokio::spawn(async move {
+            let mut hello = [0; 28];
+            agent.read_exact(&mut hello).await.expect("said");
+            agent.write_all(&hello).await.expect("answered");
+            agent.read(&mut [0; 4_096]).await.expect("said");
+            agent.write_all(answer).await.expect("answered");
+        });
+        let client = GuestClient::open(host, Duration::from_secs(20)).await.expect("a session");
+        let told = client.set_identity(&identity()).await;
+        assert!(matches!(told, Err(EngineError::LinkBroken { .. })), "{answer:?}: {told:?}");
+        answers.await.expect("it ran");
     }
 }
 

@@ -8,8 +8,12 @@
 //! never mistaken for one of the new. The host repeats its hello until it is answered (the first one
 //! may have been eaten by the agent's old session), so either side skips hellos of its own epoch that
 //! come before the first byte of HTTP/2; the agent answers each epoch once.
+//!
+//! Between hello and HTTP/2 the host may say who the machine is, in a message that the agent answers with another: the
+//! first thing said to a restored machine is on the path of every fork and resume, and all of HTTP/2 would have to be
+//! translated for it by an emulator. [`Opening::of`] tells these apart.
 
-use crate::PROTOCOL;
+use crate::{MAX_JSON_BYTES, PROTOCOL};
 
 /// Marks the start of a hello. Not valid UTF-8 and not the start of an HTTP/2 frame.
 pub const MAGIC: [u8; 8] = *b"\xffSTKDLNK";
@@ -46,6 +50,64 @@ impl Hello {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (protocol, epoch) = rest.split_first_chunk()?;
         Some(Self { protocol: u32::from_be_bytes(*protocol), epoch: epoch.try_into().ok()? })
+    }
+}
+
+/// Marks the start of a message before HTTP/2. As long as a hello's, and as impossible elsewhere.
+const MESSAGE_MAGIC: [u8; 8] = *b"\xffSTKDMSG";
+const MESSAGE_HEADER_BYTES: usize = 12;
+
+/// The bytes on the link of a message before HTTP/2: magic, length (big-endian), body. `None`: it is over
+/// [`MAX_JSON_BYTES`].
+///
+/// The host's is an [`Identity`](crate::machine::Identity) as JSON; the agent's is empty if it was taken, else an
+/// [`ErrorBody`](crate::ErrorBody).
+pub fn message(body: &[u8]) -> Option<Vec<u8>> {
+    if body.len() > MAX_JSON_BYTES {
+        return None;
+    }
+    Some([&MESSAGE_MAGIC, &(body.len() as u32).to_be_bytes()[..], body].concat())
+}
+
+/// What stands at the start of what follows a hello.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Opening {
+    /// More bytes are needed to tell.
+    Unclear,
+    /// A hello of [`HELLO_BYTES`].
+    Hello(Hello),
+    /// A message, whole: where its body is, and it ends with it.
+    Message(std::ops::Range<usize>),
+    /// HTTP/2.
+    Http2,
+    /// Nothing that belongs there.
+    Rubbish,
+}
+
+impl Opening {
+    /// Looks at the bytes that came behind a hello, none of which were taken.
+    pub fn of(bytes: &[u8]) -> Self {
+        match bytes.first() {
+            None => return Self::Unclear,
+            Some(first) if *first != MAGIC[0] => return Self::Http2,
+            Some(_) => {}
+        }
+        if is_prefix(bytes) {
+            let hello = bytes.get(..HELLO_BYTES).and_then(Hello::decode);
+            return hello.map_or(Self::Unclear, Self::Hello);
+        }
+        let marked = bytes.len().min(MESSAGE_MAGIC.len());
+        if bytes[..marked] != MESSAGE_MAGIC[..marked] {
+            return Self::Rubbish;
+        }
+        let Some(length) = bytes.get(MESSAGE_MAGIC.len()..MESSAGE_HEADER_BYTES) else { return Self::Unclear };
+        let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
+        let end = MESSAGE_HEADER_BYTES + length;
+        match () {
+            () if length > MAX_JSON_BYTES => Self::Rubbish,
+            () if bytes.len() < end => Self::Unclear,
+            () => Self::Message(MESSAGE_HEADER_BYTES..end),
+        }
     }
 }
 
@@ -91,6 +153,25 @@ mod tests {
         let mut bytes = b"\0\0\x08\x06\0\xff\xffSTKD half a frame \xffSTKDLN".to_vec();
         bytes.extend(hello.encode());
         assert_eq!(scan(&bytes), [hello]);
+    }
+
+    #[test]
+    fn what_follows_a_hello_is_told_apart_however_little_of_it_is_there() {
+        let hello = Hello::new([3; 16]);
+        let message = message(b"{}").expect("short");
+        for (bytes, whole) in [
+            (&hello.encode()[..], Opening::Hello(hello)),
+            (&message[..], Opening::Message(12..14)),
+            (b"PRI * HTTP/2.0", Opening::Http2),
+            (b"\0\0\x12\x04", Opening::Http2),
+            (b"\xffSTKDXXX", Opening::Rubbish),
+            (b"\xffSTKDMSG\xff\xff\xff\xff", Opening::Rubbish),
+        ] {
+            assert_eq!(Opening::of(bytes), whole);
+            let parts = (0..bytes.len()).map(|length| Opening::of(&bytes[..length]));
+            assert!(parts.into_iter().all(|part| part == Opening::Unclear || part == whole), "{bytes:?}");
+        }
+        assert_eq!(super::message(&vec![0; MAX_JSON_BYTES + 1]), None);
     }
 
     #[test]

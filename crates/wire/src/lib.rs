@@ -4,6 +4,7 @@
 //! host                                     guest agent
 //!  | ---- Hello { protocol, epoch } ------->  |   raw bytes, one per link session
 //!  | <--- Hello { protocol, epoch } --------  |   the same epoch, echoed
+//!  | ---- message: Identity ------------->    |   once or never, answered by a message
 //!  | ==== HTTP/2, host is the client ======>  |   routes below, bodies stream both ways
 //! ```
 //!
@@ -27,7 +28,7 @@ mod error;
 pub use error::{ErrorBody, ErrorCode};
 
 /// The protocol this build speaks. A host refuses an agent of another number.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Largest JSON body either side accepts, in bytes.
 pub const MAX_JSON_BYTES: usize = 4 << 20;

@@ -4,7 +4,7 @@ use bytes::{Bytes, BytesMut};
 use proptest::prelude::*;
 use stockade_wire::{
     event::{Event, EventCodec, HEADER_BYTES, MAX_PAYLOAD_BYTES, Missed},
-    hello::{Hello, MAGIC, Scanner},
+    hello::{Hello, MAGIC, Opening, Scanner},
     process::{Exit, Started},
 };
 use tokio_util::codec::Decoder;
@@ -54,6 +54,17 @@ proptest! {
         let mut input = BytesMut::from(&bytes[..]);
         while let Ok(Some(_)) = EventCodec.decode(&mut input) {}
         prop_assert!(input.capacity() <= 2 * (HEADER_BYTES + MAX_PAYLOAD_BYTES) + bytes.len());
+    }
+
+    #[test]
+    fn what_opens_a_session_is_within_what_came(
+        magic in prop::sample::select(vec![&b"\xffSTKDMSG"[..], &MAGIC, b""]),
+        rest in prop::collection::vec(any::<u8>(), 0..100),
+    ) {
+        let bytes = [magic, &rest].concat();
+        if let Opening::Message(body) = Opening::of(&bytes) {
+            prop_assert!(bytes.get(body).is_some());
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Requests whose answer is one piece have a time limit of their own; streams have none, but pings tell a
 //! guest that no longer answers from one that has nothing to say. Everything a guest says is bounded.
 
+mod greeting;
 mod session;
 mod streams;
 
@@ -14,7 +15,7 @@ use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Empty, Full};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Serialize, de::DeserializeOwned};
-use stockade_wire::{ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES, event::Event, files, machine, process, route};
+use stockade_wire::{ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES, event::Event, files, hello, machine, process, route};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     sync::mpsc,
@@ -150,9 +151,15 @@ impl GuestClient {
         self.get(route::HEALTH).await
     }
 
-    /// Makes the machine one of its own.
+    /// Makes the machine one of its own. As the first thing said in a session it costs the guest least.
     pub async fn set_identity(&self, identity: &machine::Identity) -> Result<(), EngineError> {
-        self.post(route::IDENTITY, identity).await.map(drop_empty)
+        let bytes = json_bytes(identity)?;
+        let message = hello::message(&bytes).ok_or_else(too_long)?;
+        match within(ANSWER_PATIENCE, true, self.session.ask_first(&message)).await? {
+            Some(answer) if answer.is_empty() => Ok(()),
+            Some(refused) => Err(EngineError::Guest(serde_json::from_slice(&refused).map_err(broken(true))?)),
+            None => self.post(route::IDENTITY, identity).await.map(drop_empty),
+        }
     }
 
     /// Writes the guest's file systems to its disk. Takes as long as the disk does.
@@ -372,14 +379,17 @@ fn empty() -> RequestBody {
 }
 
 fn json_body(request: &impl Serialize) -> Result<RequestBody, EngineError> {
+    Ok(Full::new(Bytes::from(json_bytes(request)?)).map_err(|never| match never {}).boxed_unsync())
+}
+
+fn json_bytes(request: &impl Serialize) -> Result<Vec<u8>, EngineError> {
     let bytes = serde_json::to_vec(request).map_err(broken(false))?;
-    if bytes.len() > MAX_JSON_BYTES {
-        return Err(EngineError::Guest(ErrorBody::new(
-            stockade_wire::ErrorCode::TooLong,
-            format!("the request is over the limit of {MAX_JSON_BYTES} bytes"),
-        )));
-    }
-    Ok(Full::new(Bytes::from(bytes)).map_err(|never| match never {}).boxed_unsync())
+    if bytes.len() > MAX_JSON_BYTES { Err(too_long()) } else { Ok(bytes) }
+}
+
+fn too_long() -> EngineError {
+    let message = format!("the request is over the limit of {MAX_JSON_BYTES} bytes");
+    EngineError::Guest(ErrorBody::new(stockade_wire::ErrorCode::TooLong, message))
 }
 
 async fn parse<T: DeserializeOwned>(answer: Response<Answer>, limit: usize) -> Result<T, EngineError> {

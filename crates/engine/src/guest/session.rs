@@ -1,18 +1,16 @@
-//! One link session: the hello, then HTTP/2 over it.
+//! One link session: the hello, perhaps an identity, then HTTP/2.
 
 use std::{
     error::Error,
     io,
-    pin::Pin,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
-    task::{Context, Poll, ready},
     time::{Duration, Instant},
 };
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use http::{Request, Response};
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::{
@@ -20,23 +18,19 @@ use hyper::{
     client::conn::http2::{self, SendRequest},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use stockade_wire::{
-    PROTOCOL,
-    hello::{HELLO_BYTES, Hello, MAGIC, Scanner},
-};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
-    time::{timeout, timeout_at},
+    io::{AsyncRead, AsyncWrite},
+    sync::Mutex,
+    time::timeout,
 };
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tokio_util::sync::CancellationToken;
 
+use super::greeting::Greeted;
 use crate::EngineError;
 
 /// The body of a request on the link.
 pub(super) type RequestBody = UnsyncBoxBody<Bytes, io::Error>;
 
-/// How long to wait for an answer before the hello is said again.
-const HELLO_INTERVAL: Duration = Duration::from_millis(75);
 /// What one stream may have under way towards us; a reader that stands still holds this much memory.
 const STREAM_WINDOW: u32 = 512 << 10;
 /// No limit of its own: readers that stand still must never use up what the others need.
@@ -46,53 +40,49 @@ const MAX_FRAME: u32 = 64 << 10;
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// Long enough for a guest that works hard on a host that does, too: a lost session cuts every stream in it.
 const PING_PATIENCE: Duration = Duration::from_secs(60);
+/// For the first bytes of HTTP/2 to be written.
+const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(30);
 
 /// A session. Its tasks end when the last user of its streams has gone, or when it is cut.
 pub(super) struct Session {
-    sender: SendRequest<RequestBody>,
+    /// Until HTTP/2 begins; taken by whoever speaks, and not put back where that was broken off.
+    opening: Mutex<Option<Greeted>>,
+    sender: OnceLock<Sender>,
     cut: CancellationToken,
     heard: Arc<Heard>,
 }
 
+type Sender = SendRequest<RequestBody>;
+
 impl Session {
-    /// Says hello until it is answered, then begins HTTP/2.
-    pub(super) async fn open<S>(mut stream: S, patience: Duration) -> Result<Self, EngineError>
+    /// Says hello until it is answered. HTTP/2 begins with the first request.
+    pub(super) async fn open<S>(stream: S, patience: Duration) -> Result<Self, EngineError>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let started = Instant::now();
-        let deadline = tokio::time::Instant::now() + patience;
-        let silent = |_| EngineError::GuestSilent { waited: started.elapsed(), console: String::new() };
         let mut epoch = [0; 16];
         getrandom::fill(&mut epoch).map_err(|error| EngineError::Host {
             action: "draw random numbers".to_owned(),
             source: io::Error::other(error.to_string()),
         })?;
-        let ahead = timeout_at(deadline, greet(&mut stream, Hello::new(epoch))).await.map_err(silent)??;
-        let heard = Arc::new(Heard::new());
-        let cut = CancellationToken::new();
-        let when_cut = Box::pin(cut.clone().cancelled_owned());
-        let io = Greeted { stream, ahead, epoch, at_start: true, heard: heard.clone(), when_cut };
-        let handshake = http2::Builder::new(TokioExecutor::new())
-            .timer(TokioTimer::new())
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_frame_size(MAX_FRAME)
-            .keep_alive_interval(PING_INTERVAL)
-            .keep_alive_timeout(PING_PATIENCE)
-            .keep_alive_while_idle(false)
-            .handshake(TokioIo::new(io));
-        let (sender, connection) = timeout_at(deadline, handshake).await.map_err(silent)?.map_err(broken(false))?;
-        tokio::spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!(error = &error as &dyn Error, "guest link session ended");
-            }
-        });
-        Ok(Self { sender, cut, heard })
+        let (heard, cut) = (Arc::new(Heard::new()), CancellationToken::new());
+        let greeted = Greeted::by(Box::new(stream), epoch, heard.clone(), cut.clone().cancelled_owned());
+        let greeted = timeout(patience, greeted).await;
+        let silent = |_| EngineError::GuestSilent { waited: patience, console: String::new() };
+        let opening = Mutex::new(Some(greeted.map_err(silent)??));
+        Ok(Self { opening, sender: OnceLock::new(), cut, heard })
     }
 
     pub(super) fn is_open(&self) -> bool {
-        !self.sender.is_closed() && !self.cut.is_cancelled()
+        if self.cut.is_cancelled() {
+            return false;
+        }
+        match (self.sender.get(), self.opening.try_lock()) {
+            (Some(sender), _) => !sender.is_closed(),
+            (None, Ok(mut opening)) => opening.as_mut().is_some_and(Greeted::is_connected),
+            // Somebody speaks in it.
+            (None, Err(_)) => true,
+        }
     }
 
     /// Ends the session: everything under way fails at once.
@@ -105,9 +95,21 @@ impl Session {
         self.heard.ago()
     }
 
+    /// Says a message and gives its answer, if HTTP/2 has not begun.
+    pub(super) async fn ask_first(&self, message: &[u8]) -> Result<Option<BytesMut>, EngineError> {
+        let mut opening = self.opening.lock().await;
+        let Some(mut greeted) = opening.take() else { return Ok(None) };
+        let answer = tokio::select! {
+            answer = greeted.ask(message) => answer.map_err(broken(true))?,
+            () = self.cut.cancelled() => return Err(broken(true)(io::Error::from(io::ErrorKind::ConnectionAborted))),
+        };
+        *opening = Some(greeted);
+        Ok(Some(answer))
+    }
+
     /// Sends a request and waits for the head of its answer.
     pub(super) async fn send(&self, request: Request<RequestBody>) -> Result<Response<Incoming>, EngineError> {
-        let mut sender = self.sender.clone();
+        let mut sender = self.sender().await?;
         sender.ready().await.map_err(broken(false))?;
         sender.try_send_request(request).await.map_err(|mut failure| {
             // What comes back unsent has certainly not been started.
@@ -115,6 +117,39 @@ impl Session {
             broken(started)(failure.into_error())
         })
     }
+
+    async fn sender(&self) -> Result<Sender, EngineError> {
+        if let Some(sender) = self.sender.get() {
+            return Ok(sender.clone());
+        }
+        let mut opening = self.opening.lock().await;
+        if let Some(sender) = self.sender.get() {
+            return Ok(sender.clone());
+        }
+        let aborted = || broken(false)(io::Error::from(io::ErrorKind::ConnectionAborted));
+        let sender = begin_http2(opening.take().ok_or_else(aborted)?).await?;
+        Ok(self.sender.get_or_init(|| sender).clone())
+    }
+}
+
+async fn begin_http2(greeted: Greeted) -> Result<Sender, EngineError> {
+    let handshake = http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(MAX_FRAME)
+        .keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_PATIENCE)
+        .keep_alive_while_idle(false)
+        .handshake(TokioIo::new(greeted));
+    let (sender, connection) =
+        within(HANDSHAKE_PATIENCE, false, async { handshake.await.map_err(broken(false)) }).await?;
+    tokio::spawn(async move {
+        if let Err(error) = connection.await {
+            tracing::debug!(error = &error as &dyn Error, "guest link session ended");
+        }
+    });
+    Ok(sender)
 }
 
 /// For `map_err` on what the transport says.
@@ -125,42 +160,8 @@ where
     move |error| EngineError::LinkBroken { started, source: error.into() }
 }
 
-/// Repeats the hello until it comes back; gives what was read behind it.
-async fn greet<S>(stream: &mut S, hello: Hello) -> Result<BytesMut, EngineError>
-where
-    S: AsyncRead + AsyncWrite + Unpin,
-{
-    let mut scanner = Scanner::default();
-    let mut input = BytesMut::with_capacity(4096);
-    loop {
-        stream.write_all(&hello.encode()).await.map_err(broken(false))?;
-        stream.flush().await.map_err(broken(false))?;
-        let again = tokio::time::Instant::now() + HELLO_INTERVAL;
-        // Rest of an old session may come for long: the hello is repeated by the clock.
-        while let Ok(read) = timeout_at(again, stream.read_buf(&mut input)).await {
-            if read.map_err(broken(false))? == 0 {
-                return Err(broken(false)(io::Error::from(io::ErrorKind::UnexpectedEof)));
-            }
-            while input.has_remaining() {
-                let Some(answer) = scanner.push(input.get_u8()) else { continue };
-                if answer.epoch != hello.epoch {
-                    continue;
-                }
-                if answer.protocol != PROTOCOL {
-                    return Err(EngineError::Mismatch {
-                        what: "guest agent protocol",
-                        made_with: answer.protocol.to_string(),
-                        here: PROTOCOL.to_string(),
-                    });
-                }
-                return Ok(input);
-            }
-        }
-    }
-}
-
 /// When the guest was last heard.
-struct Heard {
+pub(super) struct Heard {
     since: Instant,
     millis: AtomicU64,
 }
@@ -170,91 +171,12 @@ impl Heard {
         Self { since: Instant::now(), millis: AtomicU64::new(0) }
     }
 
-    fn now(&self) {
+    pub(super) fn now(&self) {
         self.millis.store(self.since.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
     fn ago(&self) -> Duration {
         self.since.elapsed().saturating_sub(Duration::from_millis(self.millis.load(Ordering::Relaxed)))
-    }
-}
-
-/// The stream behind the hello: first what was read ahead, answers to repeated hellos left out.
-struct Greeted<S> {
-    stream: S,
-    ahead: BytesMut,
-    epoch: [u8; 16],
-    at_start: bool,
-    heard: Arc<Heard>,
-    when_cut: Pin<Box<WaitForCancellationFutureOwned>>,
-}
-
-impl<S> Greeted<S> {
-    /// `false`: more input is needed to tell a hello from HTTP/2.
-    fn skip_hellos(&mut self) -> io::Result<bool> {
-        while self.ahead.first() == Some(&MAGIC[0]) {
-            if self.ahead.len() < HELLO_BYTES {
-                return Ok(false);
-            }
-            match Hello::decode(&self.ahead[..HELLO_BYTES]) {
-                Some(hello) if hello.epoch == self.epoch => self.ahead.advance(HELLO_BYTES),
-                _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "the guest speaks no HTTP/2")),
-            }
-        }
-        self.at_start = self.ahead.is_empty();
-        Ok(!self.at_start)
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Greeted<S> {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let greeted = self.get_mut();
-        if greeted.when_cut.as_mut().poll(context).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
-        }
-        while greeted.at_start && !greeted.skip_hellos()? {
-            let more = {
-                let read = std::pin::pin!(greeted.stream.read_buf(&mut greeted.ahead));
-                ready!(read.poll(context))?
-            };
-            if more == 0 {
-                return Poll::Ready(Ok(()));
-            }
-        }
-        if greeted.ahead.has_remaining() {
-            let piece = greeted.ahead.len().min(buffer.remaining());
-            buffer.put_slice(&greeted.ahead.split_to(piece));
-            return Poll::Ready(Ok(()));
-        }
-        ready!(Pin::new(&mut greeted.stream).poll_read(context, buffer))?;
-        greeted.heard.now();
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Greeted<S> {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().stream).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().stream).poll_write_vectored(context, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_shutdown(context)
     }
 }
 
