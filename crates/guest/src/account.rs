@@ -1,7 +1,12 @@
 //! Users and groups, read from `/etc/passwd` and `/etc/group` by ourselves: a static program has no
 //! name service.
 
-use std::{collections::HashMap, fs, io};
+use std::{
+    collections::HashMap,
+    fs, io,
+    os::unix::fs::MetadataExt as _,
+    sync::{Mutex, PoisonError},
+};
 
 use stockade_wire::{ErrorBody, ErrorCode};
 
@@ -31,6 +36,40 @@ pub(crate) struct Account {
 
 /// Finds an account by name (or, failing that, by decimal id).
 pub(crate) fn find(name: &str) -> Result<Account> {
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    // Looked at before the tables are read: a change in between is seen the next time.
+    let versions = [version_of(PASSWD), version_of(GROUP)];
+    if known.versions != versions || known.accounts.len() >= MOST_KNOWN {
+        *known = Known { versions, accounts: Vec::new() };
+    }
+    if let Some((_, account)) = known.accounts.iter().find(|(asked, _)| asked == name) {
+        return Ok(account.clone());
+    }
+    let account = look_up(name)?;
+    known.accounts.push((name.to_owned(), account.clone()));
+    Ok(account)
+}
+
+/// Accounts that were found, as long as the tables are the same: every command asks for one.
+static KNOWN: Mutex<Known> = Mutex::new(Known { versions: [None; 2], accounts: Vec::new() });
+
+const MOST_KNOWN: usize = 32;
+
+struct Known {
+    versions: [Option<Version>; 2],
+    /// By what was asked for.
+    accounts: Vec<(String, Account)>,
+}
+
+/// Device, inode, size, and when content and inode were last changed.
+type Version = (u64, u64, u64, [i64; 4]);
+
+fn version_of(path: &str) -> Option<Version> {
+    let now = fs::metadata(path).ok()?;
+    Some((now.dev(), now.ino(), now.len(), [now.mtime(), now.mtime_nsec(), now.ctime(), now.ctime_nsec()]))
+}
+
+fn look_up(name: &str) -> Result<Account> {
     let passwd = read(PASSWD)?;
     let line = passwd
         .lines()

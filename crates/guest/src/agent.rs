@@ -3,7 +3,10 @@
 use std::{
     collections::BTreeMap,
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use stockade_wire::{
@@ -15,6 +18,7 @@ use stockade_wire::{
 use crate::{
     account::{self, Account},
     failure::Result,
+    held::Held,
     network::Trusted,
     process::{Cgroups, Processes},
     stats::CpuSample,
@@ -41,6 +45,9 @@ pub(crate) struct Shared {
     pub(crate) processes: Processes,
     pub(crate) watches: Watches,
     pub(crate) cpu_sample: Mutex<Option<CpuSample>>,
+    pub(crate) held: Held,
+    /// Somebody had something done in this machine.
+    used: AtomicBool,
     /// The library finds the machine's own name without a line in `/etc/hosts`.
     pub(crate) resolves_own_name: bool,
     /// The authority this machine was made to trust, and what programs are told of it.
@@ -108,6 +115,8 @@ impl Agent {
             processes: Processes::default(),
             watches: Watches::default(),
             cpu_sample: Mutex::new(None),
+            held: Held::default(),
+            used: AtomicBool::new(false),
             resolves_own_name: names_itself(&std::fs::read_to_string(SOURCES_OF_NAMES).unwrap_or_default()),
             trusted: Mutex::new(None),
         };
@@ -150,6 +159,15 @@ impl Agent {
     /// Whether the agent was ever asked to start something: that, or what it has started, may still run.
     pub(crate) fn has_processes(&self) -> bool {
         self.shared.processes.are_any()
+    }
+
+    /// Somebody has something done that may change any file.
+    pub(crate) fn note_use(&self) {
+        self.shared.used.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn was_used(&self) -> bool {
+        self.shared.used.load(Ordering::Relaxed)
     }
 
     pub(crate) fn is_machine(&self) -> bool {

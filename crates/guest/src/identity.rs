@@ -1,14 +1,14 @@
 //! Makes a restored machine one of its own.
 //!
-//! This is on the path of every create, under emulation too: no process is started, files are a few
-//! system calls each, and everything may be done again. An emulator translates what runs for the first time, so the
-//! way is short: names go to memory where the root file system links them there, and what was done when the template
-//! booted is not done again.
+//! This is on the path of every create, under emulation too: no process is started and everything may be done again.
+//! An emulator translates what runs for the first time, so the way is short: names go to memory where the root file
+//! system links them there, files are [held](crate::held) open, and what was done when the template booted is not done
+//! again.
 
 use std::{
     fs,
     io::{self, Write as _},
-    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::Path,
     sync::PoisonError,
 };
@@ -33,12 +33,17 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
         let entropy = base64::engine::general_purpose::STANDARD
             .decode(&identity.entropy)
             .map_err(|_| invalid("entropy is not base64"))?;
-        add_entropy(&entropy)?;
+        add_entropy(agent, &entropy)?;
         set_names(agent, &identity)?;
         for (path, text) in &identity.files {
-            write(Path::new(path), text)?;
+            write(agent, Path::new(path), text)?;
         }
-        crate::account::find(&identity.default_user)?;
+        // Who it was before is there, or is told so by the first command.
+        let before = agent.shared().settings.read().unwrap_or_else(PoisonError::into_inner);
+        if identity.default_user != before.default_user {
+            crate::account::find(&identity.default_user)?;
+        }
+        drop(before);
         if let Some(network) = &identity.network {
             let mut env = take_network(agent, network)?;
             env.append(&mut identity.env);
@@ -57,7 +62,7 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
 
 /// Returns what processes are told of it in their environment.
 fn take_network(agent: &Agent, told: &machine::Network) -> Result<network::Trusted> {
-    if told.reset_connections {
+    if told.reset_connections && agent.shared().held.may_have_connections() {
         // Where the kernel cannot, the gateway resets them as soon as they are used.
         network::reset_connections().ok();
     }
@@ -124,7 +129,7 @@ const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
 
 /// Credits the bytes and has the generator take a new key from them at once: siblings restored from
 /// the same memory would otherwise all draw the same numbers for a while.
-fn add_entropy(entropy: &[u8]) -> Result<()> {
+fn add_entropy(agent: &Agent, entropy: &[u8]) -> Result<()> {
     if entropy.len() < 32 || entropy.len() > MAX_ENTROPY {
         return Err(invalid(format!("entropy must be 32 to {MAX_ENTROPY} bytes")));
     }
@@ -136,8 +141,7 @@ fn add_entropy(entropy: &[u8]) -> Result<()> {
     }
     let mut info = PoolInfo { bits: entropy.len() as i32 * 8, bytes: entropy.len() as i32, pool: [0; MAX_ENTROPY] };
     info.pool[..entropy.len()].copy_from_slice(entropy);
-    let random = fs::OpenOptions::new().write(true).open("/dev/urandom").map_err(failed("open /dev/urandom"))?;
-    let fd = std::os::fd::AsRawFd::as_raw_fd(&random);
+    let fd = agent.shared().held.random().map_err(failed("open the random generator"))?;
     // SAFETY: `info` is laid out as struct rand_pool_info and lives over the call.
     let added = unsafe { libc::ioctl(fd, RNDADDENTROPY, &raw const info) };
     check(added.into()).map_err(failed("add to the random pool"))?;
@@ -158,13 +162,13 @@ fn set_names(agent: &Agent, identity: &Identity) -> Result<()> {
     // SAFETY: pointer and length are those of a live string.
     let result = unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) };
     check(result.into()).map_err(failed("set the host name"))?;
-    write(Path::new("/etc/hostname"), &format!("{name}\n"))?;
-    write(Path::new(MACHINE_ID), &format!("{id}\n"))?;
+    write(agent, Path::new("/etc/hostname"), &format!("{name}\n"))?;
+    write(agent, Path::new(MACHINE_ID), &format!("{id}\n"))?;
     if agent.shared().resolves_own_name {
         return Ok(());
     }
     let hosts = fs::read_to_string(HOSTS).unwrap_or_default();
-    write(Path::new(HOSTS), &hosts_with(&hosts, name))
+    write(agent, Path::new(HOSTS), &hosts_with(&hosts, name))
 }
 
 const HOSTS: &str = "/etc/hosts";
@@ -179,34 +183,11 @@ fn hosts_with(hosts: &str, name: &str) -> String {
     text
 }
 
-/// Writes a small file in place (an open descriptor sees it), as root, mode 0644, parents made.
-fn write(path: &Path, text: &str) -> Result<()> {
-    let attempt = || match write_over(path, text) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
-            write_over(path, text)
-        }
-        other => other,
-    };
-    attempt().map_err(|error| match error.raw_os_error() {
+fn write(agent: &Agent, path: &Path, text: &str) -> Result<()> {
+    agent.shared().held.write(path, text, agent.was_used()).map_err(|error| match error.raw_os_error() {
         Some(libc::ENOSPC) => ErrorBody::new(ErrorCode::NoSpace, format!("no space to write {}", path.display())),
         _ => failed(format_args!("write {}", path.display()))(error),
     })
-}
-
-/// Does not empty the file first: its block would be given back, and ext4 would find a new one and write it out before
-/// the file is closed, which takes seven times as long.
-fn write_over(path: &Path, text: &str) -> io::Result<()> {
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(false).mode(0o644).open(path)?;
-    file.write_all(text.as_bytes())?;
-    let metadata = file.metadata()?;
-    if metadata.len() > text.len() as u64 {
-        file.set_len(text.len() as u64)?;
-    }
-    if metadata.permissions().mode() & 0o7777 != 0o644 {
-        file.set_permissions(fs::Permissions::from_mode(0o644))?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -219,18 +200,5 @@ mod tests {
         let text = hosts_with(theirs, "sbx1");
         assert_eq!(text, "# mine\n127.0.0.1\tlocalhost\n10.1.2.3 db\n127.0.1.1\tsbx1\n");
         assert_eq!(hosts_with(&text, "sbx1"), text);
-    }
-
-    #[test]
-    fn a_file_written_over_holds_the_new_text_alone() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let path = directory.path().join("etc/hostname");
-        for text in ["a-rather-long-name\n", "short\n", "", "another\n"] {
-            write(&path, text).expect("written");
-            assert_eq!(fs::read_to_string(&path).expect("read"), text);
-        }
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("changed");
-        write(&path, "readable").expect("written");
-        assert_eq!(fs::metadata(&path).expect("there").permissions().mode() & 0o7777, 0o644);
     }
 }

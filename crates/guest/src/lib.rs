@@ -16,6 +16,7 @@ mod bulk;
 mod failure;
 mod fd;
 mod files;
+mod held;
 mod http;
 mod identity;
 pub mod init;

@@ -21,6 +21,9 @@ pub(crate) async fn answer(
     request: Request<Incoming>,
 ) -> std::result::Result<Response<Reply>, Infallible> {
     let path = request.uri().path().to_owned();
+    if ![route::HEALTH, route::IDENTITY, route::SYNC, route::REHEARSAL, route::STATS].contains(&path.as_str()) {
+        agent.note_use();
+    }
     let result = if let Some(rest) = path.strip_prefix(route::PROCESSES).and_then(|rest| rest.strip_prefix('/')) {
         one_process(&agent, rest, request).await
     } else if let Some(port) = path.strip_prefix(route::PORTS).and_then(|rest| rest.strip_prefix('/')) {

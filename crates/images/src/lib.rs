@@ -110,11 +110,11 @@ impl Recipe {
     /// The digest a template's record carries.
     pub fn digest(&self, boot: &BootFiles) -> String {
         // The rest of it is of the moment.
-        let Identity { files, network, .. } = &self.introduction;
+        let Identity { files, network, default_user, .. } = &self.introduction;
         let digest = Digest::default()
             .field("boot", &boot.digest)
             .field("disk", self.disk.digest())
-            .field("introduction", format!("{files:?} {network:?}"));
+            .field("introduction", format!("{files:?} {network:?} {default_user}"));
         match &self.startup {
             Some(startup) => digest.field("startup", format!("{:?} {:?}", startup.start, startup.ready)).finish(),
             None => digest.finish(),

@@ -19,8 +19,9 @@ const NOBODY: &str = "stockade-template";
 impl Service {
     /// What a machine is told before its memory becomes a template's: the authority all machines trust and the files
     /// programs look for are then there, and each machine only has its own names to take.
-    pub fn introduction(&self) -> Identity {
-        nobody(&self.handle.core, NOBODY, "root", None)
+    /// `user`: the one its commands run as.
+    pub fn introduction(&self, user: &str) -> Identity {
+        nobody(&self.handle.core, NOBODY, user, None)
     }
 }
 

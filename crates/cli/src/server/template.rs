@@ -12,6 +12,8 @@ use crate::{
     failure::{Failure, chain},
 };
 
+/// Whom our templates run commands as.
+const USER: &str = "user";
 /// Machines of the base template: room for a build or a test run of ordinary size.
 const BASE_SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 10 * 1024 };
 /// Room for kernels and for the data they hold.
@@ -31,7 +33,7 @@ impl Workshop<'_> {
     /// Registers `base`: the one there is if nothing about it has changed, else a new one.
     pub(super) async fn ensure_base(&self) -> Result<(), Failure> {
         let disk = self.images.base_disk(self.boot.kernel(), self.display).await.map_err(image_failure)?;
-        let introduction = self.service.introduction();
+        let introduction = self.service.introduction(USER);
         self.ensure("base", Recipe { disk, shape: BASE_SHAPE, introduction, startup: None }).await
     }
 
@@ -42,7 +44,7 @@ impl Workshop<'_> {
                 let disk = self.images.code_interpreter_disk(self.boot.kernel(), self.display).await;
                 let disk = disk.map_err(image_failure)?;
                 let startup = Some(code_interpreter::startup());
-                let introduction = self.service.introduction();
+                let introduction = self.service.introduction(USER);
                 self.ensure("code-interpreter", Recipe { disk, shape: CODE_SHAPE, introduction, startup }).await
             }
         }
@@ -73,7 +75,7 @@ impl Workshop<'_> {
             shape: recipe.shape,
             recipe_digest: digest,
             env: Default::default(),
-            default_user: "user".to_owned(),
+            default_user: USER.to_owned(),
             default_cwd: None,
             created_at: Timestamp::now(),
         };

@@ -56,9 +56,10 @@ impl Agent {
     }
 
     /// Runs a command that does nothing, through all a command goes through, and forgets it: an emulator translates
-    /// what it has not run yet, and the first command would have to wait for that.
+    /// what it has not run yet, and the first command would have to wait for that. The shell becomes a program, so that
+    /// both have run.
     pub(crate) async fn rehearse(&self) -> Result<Reader> {
-        let echo = StartRequest::new(Command::Shell("echo".to_owned()));
+        let echo = StartRequest::new(Command::Shell("exec /bin/echo".to_owned()));
         let request = StartRequest { timeout_ms: Some(REHEARSAL_MS), ..echo };
         self.start_whole(request, false).await
     }
