@@ -149,7 +149,7 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
 
     add(&["-name", &format!("guest={}", machine.name)]);
     add(&["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
-    add(&["-machine", &format!("{MACHINE_TYPE},memory-backend=memory")]);
+    add(&["-machine", &format!("{MACHINE_TYPE},pit=off,memory-backend=memory")]);
     add(&["-accel", accelerator_argument(machine.accelerator)]);
     add(&["-cpu", cpu_model(machine.accelerator)]);
     add(&["-smp", &machine.shape.vcpus.to_string()]);
