@@ -1,4 +1,4 @@
-// Records which public methods of an SDK's classes the passing tests call.
+// Records which public methods of an SDK's classes the passing tests call, and which of their options they set.
 //
 //   await covers("e2b", { Sandbox: [Sandbox], "Sandbox.git": [Git] });   what is looked at, by the table's names for it
 //   test("...", async () => { ... });                                    as node:test's
@@ -8,23 +8,28 @@ import { readFileSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { dirname, join } from "node:path";
 import { after, test as nodeTest } from "node:test";
+import { signatures } from "./signatures.mjs";
 
 const known = new Set();
 const passed = new Set();
 let called = new Set();
+const options = new Set();
 let sdk;
 let types = "";
+let placesOf = () => [];
 
 /** Wraps the public methods of classes, and of what their methods return, if it is of a class in `returned`. */
 export async function covers(name, classes, returned = {}) {
   const entry = createRequire(import.meta.url).resolve(name);
-  types = readFileSync(join(dirname(entry), "index.d.ts"), "utf8");
+  const declarations = join(dirname(entry), "index.d.ts");
+  types = readFileSync(declarations, "utf8");
+  placesOf = signatures(declarations);
   const manifest = JSON.parse(readFileSync(join(dirname(entry), "../package.json"), "utf8"));
   sdk = `${manifest.name} ${manifest.version}`;
   for (const [label, owners] of Object.entries(classes)) {
     for (const owner of owners) {
-      wrap(label, owner, hidden(owner.name, "static "), returned);
-      wrap(label, owner.prototype, hidden(owner.name, ""), returned);
+      wrap(label, owner, owner.name, true, returned);
+      wrap(label, owner.prototype, owner.name, false, returned);
     }
   }
 }
@@ -42,18 +47,32 @@ function hidden(name, kind) {
   return new Set(Array.from(members, (match) => match[1]));
 }
 
-function wrap(label, owner, hidden, returned) {
+function wrap(label, owner, className, isStatic, returned) {
+  const unseen = hidden(className, isStatic ? "static " : "");
   for (const [name, property] of Object.entries(Object.getOwnPropertyDescriptors(owner ?? {}))) {
-    const isPublic = name !== "constructor" && !name.startsWith("_") && !hidden.has(name);
+    const isPublic = name !== "constructor" && !name.startsWith("_") && !unseen.has(name);
     if (!isPublic || typeof property.value !== "function" || !property.writable) continue;
     const method = `${label}.${name}`;
     known.add(method);
+    const places = placesOf(className, name, isStatic);
+    for (const { names, keys } of places) for (const key of [...names, ...keys]) options.add(`${method}(${key})`);
     owner[name] = function (...args) {
       called.add(method);
+      for (const key of given(args, places)) called.add(`${method}(${key})`);
       const result = property.value.apply(this, args);
       return result instanceof Promise ? result.then((value) => look(value, returned)) : look(result, returned);
     };
   }
+}
+
+/** The options that are set in a call. */
+function given(args, places) {
+  return places.flatMap(({ names, keys }, place) => {
+    const value = args[place];
+    const isObject = value !== null && typeof value === "object";
+    const set = isObject ? [...keys].filter((key) => value[key] !== undefined) : [];
+    return value === undefined || (isObject && keys.size > 0) ? set : [...names, ...set];
+  });
 }
 
 const seen = new Set();
@@ -61,7 +80,7 @@ function look(value, returned) {
   const label = returned[value?.constructor?.name];
   if (label && !seen.has(label)) {
     seen.add(label);
-    wrap(label, Object.getPrototypeOf(value), hidden(label, ""), returned);
+    wrap(label, Object.getPrototypeOf(value), label, false, returned);
   }
   return value;
 }
@@ -78,7 +97,8 @@ export function test(name, body) {
 after(() => {
   const out = process.env.STOCKADE_COMPAT_OUT;
   if (!out || !sdk) return;
-  const state = (method) => [method, passed.has(method) ? "tested" : "untested"];
-  const methods = Object.fromEntries([...known].sort().map(state));
-  writeFileSync(out, JSON.stringify({ sdk, language: "JavaScript", methods }, null, 1) + "\n");
+  const state = (name) => [name, passed.has(name) ? "tested" : "untested"];
+  const states = (names) => Object.fromEntries([...names].sort().map(state));
+  const result = { sdk, language: "JavaScript", methods: states(known), options: states(options) };
+  writeFileSync(out, JSON.stringify(result, null, 1) + "\n");
 });
