@@ -28,6 +28,7 @@ use super::{
     Host, Limits, agent, command_line,
     command_line::{Layer, MachineArguments, Origin, RootDisk, TEMPLATE_NODE},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, Manifest, ROOT},
+    network,
     qmp::Qmp,
     restore::Memories,
     template::{migrate, set_capabilities},
@@ -175,9 +176,11 @@ pub(crate) async fn start(host: &Arc<Host>, memories: &Memories, template: &Path
 
     let begin = Instant::now();
     let child = command.spawn().map_err(EngineError::host("start the emulator"))?;
-    drop((control, console, network));
+    drop((control, console));
     let limits = &host.limits;
     let qmp = Qmp::open(connect("control").await?, limits.restore_patience).await?;
+    network::listening(&network, limits.restore_patience).await?;
+    drop(network);
     set_capabilities(&qmp, limits.command_patience).await?;
     let uri = format!("fd:{}", state.as_raw_fd());
     migrate(&qmp, "migrate-incoming", json!({ "uri": uri }), limits.restore_patience).await?;

@@ -22,6 +22,7 @@ use super::{
     config::joined,
     jail::{Jail, Mount, ProcessLimits},
     machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, NETWORK, Processes},
+    network,
     process::ProcessId,
     qmp::Qmp,
     tail::Tail,
@@ -135,7 +136,7 @@ impl Launch<'_> {
             let console_tail = Tail::follow(console_stream, CONSOLE_BYTES);
             let stream = self.directory.connect(CONTROL).map_err(EngineError::host("connect to the emulator"))?;
             // The last copies outside the emulator: when it ends, connections to them break.
-            drop((control, link, console, network));
+            drop((control, link, console));
             let emulator = read_emulator_id(info_read, self.patience).await?;
             let processes = Processes { bubblewrap, emulator };
             started(processes)?;
@@ -144,6 +145,8 @@ impl Launch<'_> {
             let (group, pids) = (self.cgroup.clone(), [bubblewrap.pid, emulator.pid]);
             let join = tokio::task::spawn_blocking(move || group.join(&pids));
             let qmp = Qmp::open(stream, self.patience).await?;
+            network::listening(&network, self.patience).await?;
+            drop(network);
             let answered = begin.elapsed();
             joined(join.await).map_err(EngineError::host("put the emulator into its control group"))?;
             tracing::debug!(

@@ -10,7 +10,10 @@
 
 use std::{
     fs, io,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd},
+        unix::net::UnixListener,
+    },
     time::Duration,
 };
 
@@ -24,6 +27,7 @@ use super::{
     machine_dir::{MachineDir, NETWORK},
     process::ProcessId,
 };
+use crate::EngineError;
 
 const INTERVAL: Duration = Duration::from_millis(2);
 
@@ -49,6 +53,26 @@ pub(crate) async fn connect(directory: &MachineDir, emulator: ProcessId, patienc
                 return Ok(stream);
             }
         }
+    }
+}
+
+/// Waits until the emulator listens for the NIC's connection. It sees to that beside everything else; until then it takes
+/// what the guest sends (first of all its own announcement of a restored machine) for something to be passed on, and
+/// falls over for lack of a connection.
+pub(crate) async fn listening(listener: &UnixListener, patience: Duration) -> Result<(), EngineError> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let flags = fcntl(listener, FcntlArg::F_GETFL)
+            .map_err(|errno| EngineError::host("look at the NIC's socket")(errno.into()))?;
+        // The flag belongs to what all copies of the descriptor stand for; it is the last thing the emulator sets.
+        if OFlag::from_bits_retain(flags).contains(OFlag::O_NONBLOCK) {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            let detail = format!("it does not listen for its network's connection after {patience:?}");
+            return Err(EngineError::Emulator { step: "start", detail });
+        }
+        tokio::time::sleep(INTERVAL).await;
     }
 }
 
@@ -91,4 +115,24 @@ fn is_network(socket: &OwnedFd) -> bool {
     let named = getsockname::<UnixAddr>(socket.as_raw_fd())
         .is_ok_and(|name| name.path().is_some_and(|path| path.file_name().is_some_and(|name| name == NETWORK)));
     named && getsockopt(socket, AcceptConn).is_ok_and(|listens| !listens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_emulator_listens_once_it_has_said_so_and_is_not_waited_for_for_ever() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let ours = UnixListener::bind(directory.path().join(NETWORK)).expect("bound");
+        let late = listening(&ours, Duration::from_millis(20)).await.expect_err("it does not");
+        assert!(late.to_string().contains("does not listen"), "{late}");
+        let emulators = ours.try_clone().expect("copied");
+        let (ready, set) = tokio::join!(listening(&ours, Duration::from_secs(20)), async move {
+            tokio::time::sleep(INTERVAL).await;
+            emulators.set_nonblocking(true)
+        });
+        set.expect("set");
+        ready.expect("it listens");
+    }
 }
