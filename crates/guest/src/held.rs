@@ -17,6 +17,8 @@ use std::{
 };
 
 const MODE: u32 = 0o644;
+/// The length of a file whose writing failed.
+const UNKNOWN: u64 = u64::MAX;
 const RANDOM: &str = "/dev/urandom";
 /// How many sockets of which kind there are, for both families.
 const SOCKETS: [&str; 2] = ["/proc/net/sockstat", "/proc/net/sockstat6"];
@@ -112,9 +114,10 @@ impl Small {
     /// Does not empty the file first: its block would be given back, and ext4 would find a new one and write it out before
     /// the file is closed, which takes seven times as long.
     fn put(&mut self, text: &str) -> io::Result<()> {
+        let before = std::mem::replace(&mut self.length, UNKNOWN);
         let length = text.len() as u64;
         self.file.write_all_at(text.as_bytes(), 0)?;
-        if self.length > length {
+        if before > length {
             self.file.set_len(length)?;
         }
         self.length = length;

@@ -23,6 +23,10 @@ const DEPTHS: [usize; 3] = [1, 5, 10];
 /// Rounds of what takes long.
 const FEW: usize = 5;
 const STILL_FOR: Duration = Duration::from_secs(10);
+/// Sandboxes that are looked at while nothing happens: more than one, or what they share would seem to be its own.
+const STILL: usize = 2;
+/// After their start or halt; the guests' first seconds are not idle.
+const SETTLED: Duration = Duration::from_secs(5);
 
 pub(super) async fn measure(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<Measure>) -> Result<(), Failure> {
     let emulator = Emulator::of(server).await?;
@@ -191,24 +195,31 @@ async fn depths(server: &Throwaway, rounds: usize, ui: Ui) -> Result<Vec<Measure
 
 /// What one in standby takes while nothing happens.
 async fn standby(server: &Throwaway, ui: Ui) -> Result<Vec<Measure>, Failure> {
-    ui.note("an idle sandbox, and one in standby");
+    ui.note("idle sandboxes, and sandboxes in standby");
     let client = &server.client;
-    let (id, _) = create(client).await?;
+    let mut ids = Vec::new();
+    for _ in 0..STILL {
+        ids.push(create(client).await?.0);
+    }
     let mut measures = Vec::new();
     for name in ["idle sandbox", "standby"] {
         if name == "standby" {
-            client.change(&id, "pause", &json!({"tier": "standby"})).await?;
+            for id in &ids {
+                client.change(id, "pause", &json!({"tier": "standby"})).await?;
+            }
         }
-        time::sleep(PAUSE).await;
+        time::sleep(SETTLED).await;
         let (before, begin) = (server.cpu_seconds(), Instant::now());
         time::sleep(STILL_FOR).await;
-        let used = (server.cpu_seconds() - before) / begin.elapsed().as_secs_f64() * 100.0;
+        let used = (server.cpu_seconds() - before) / begin.elapsed().as_secs_f64() * 100.0 / STILL as f64;
         measures.push(Measure::single(format!("{name}: processor"), "%", used));
         let mut private = Samples::default();
         server.memory().into_iter().for_each(|memory| private.push(memory.map(|(private, _)| private)));
         measures.push(Measure::new(format!("{name}: private memory"), "MiB", private));
     }
-    client.kill(&id).await?;
+    for id in ids {
+        client.kill(&id).await?;
+    }
     server.settle(0).await?;
     Ok(measures)
 }
