@@ -2,7 +2,7 @@
 import ts from "typescript";
 
 // The connection's own options are the same for every method.
-const OF_CONNECTIONS = new Set(["ConnectionOpts", "ConnectionOptsWithoutSandbox"]);
+const OF_CONNECTIONS = new Set(["ConnectionOpts", "VolumeApiOpts"]);
 const EVERYWHERE = new Set(["requestTimeoutMs", "signal"]);
 
 /** Reads declarations; the answer gives the options of a class's method. */

@@ -158,6 +158,7 @@ export default function options(box) {
 
   test("a repository is pushed and pulled, and credentials are kept where that is asked for", async () => {
     const { git } = box();
+    const how = { cwd: "/tmp", envs: { LANG: "C" }, user: "user", timeoutMs: 60_000 };
     const [work, remote, copy] = ["work", "remote.git", "copy"].map((name) => `/tmp/js-git/${name}`);
     await git.init(remote, { bare: true, initialBranch: "main" });
     await git.init(work, { initialBranch: "main" });
@@ -166,10 +167,11 @@ export default function options(box) {
     await git.push(work, { remote: "origin", branch: "main", setUpstream: true });
     await git.clone(`file://${remote}`, { path: copy, branch: "main", depth: 1 });
     await git.commit(work, "second", { authorName: "A", authorEmail: "a@a.example", allowEmpty: true });
-    await git.push(work, { remote: "origin", branch: "main" });
-    await git.pull(copy, { remote: "origin", branch: "main" });
+    await git.push(work, { ...how, remote: "origin", branch: "main" });
+    await git.pull(copy, { ...how, remote: "origin", branch: "main" });
     assert.equal((await box().commands.run(`git -C ${copy} log -1 --format=%s`)).stdout, "second\n");
-    await git.dangerouslyAuthenticate({ username: "me", password: "pass-word", host: "git.example", protocol: "http" });
+    const host = { host: "git.example", protocol: "http" };
+    await git.dangerouslyAuthenticate({ ...how, ...host, username: "me", password: "pass-word" });
     assert.equal(await box().files.read(".git-credentials"), "http://me:pass-word@git.example\n");
   });
 
