@@ -28,7 +28,7 @@ const SOCKETS: [&str; 2] = ["/proc/net/sockstat", "/proc/net/sockstat6"];
 pub(crate) struct Held {
     files: Mutex<HashMap<PathBuf, Small>>,
     random: OnceLock<File>,
-    sockets: OnceLock<[File; 2]>,
+    sockets: [OnceLock<File>; SOCKETS.len()],
 }
 
 struct Small {
@@ -55,28 +55,17 @@ impl Held {
 
     /// The kernel's generator.
     pub(crate) fn random(&self) -> io::Result<RawFd> {
-        if let Some(random) = self.random.get() {
-            return Ok(random.as_raw_fd());
-        }
-        let random = OpenOptions::new().write(true).open(RANDOM)?;
-        Ok(self.random.get_or_init(|| random).as_raw_fd())
+        held(&self.random, || OpenOptions::new().write(true).open(RANDOM)).map(AsRawFd::as_raw_fd)
     }
 
     /// Whether there may be a TCP connection, whoever it is with. To list them is a long way.
     pub(crate) fn may_have_connections(&self) -> bool {
-        let sockets = || -> io::Result<&[File; 2]> {
-            if self.sockets.get().is_none() {
-                let files = [File::open(SOCKETS[0])?, File::open(SOCKETS[1])?];
-                return Ok(self.sockets.get_or_init(|| files));
-            }
-            self.sockets.get().ok_or_else(|| io::ErrorKind::NotFound.into())
-        };
-        let has_none = |file: &File| {
+        let has_none = |(place, path): (&OnceLock<File>, &str)| {
             let mut text = [0; 1_024];
-            let length = file.read_at(&mut text, 0).unwrap_or_default();
-            counts_no_tcp(&String::from_utf8_lossy(&text[..length]))
+            let length = held(place, || File::open(path)).and_then(|file| file.read_at(&mut text, 0));
+            length.is_ok_and(|length| counts_no_tcp(&String::from_utf8_lossy(&text[..length])))
         };
-        !sockets().is_ok_and(|files| files.iter().all(has_none))
+        !self.sockets.iter().zip(SOCKETS).all(has_none)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<PathBuf, Small>> {
@@ -122,6 +111,14 @@ impl Small {
         }
         self.length = length;
         Ok(())
+    }
+}
+
+/// The file of a place, opened the first time.
+fn held(place: &OnceLock<File>, open: impl FnOnce() -> io::Result<File>) -> io::Result<&File> {
+    match place.get() {
+        Some(file) => Ok(file),
+        None => open().map(|file| place.get_or_init(|| file)),
     }
 }
 

@@ -39,11 +39,9 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
             write(agent, Path::new(path), text)?;
         }
         // Who it was before is there, or is told so by the first command.
-        let before = agent.shared().settings.read().unwrap_or_else(PoisonError::into_inner);
-        if identity.default_user != before.default_user {
+        if identity.default_user != agent.settings().default_user {
             crate::account::find(&identity.default_user)?;
         }
-        drop(before);
         if let Some(network) = &identity.network {
             let mut env = take_network(agent, network)?;
             env.append(&mut identity.env);

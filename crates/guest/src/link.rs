@@ -53,32 +53,35 @@ where
     let mut link = Link::new(stream);
     while let Some(hello) = link.next_hello().await? {
         link.begin(hello).await?;
-        if !link.open(&agent).await? {
-            if link.has_ended {
-                break;
+        if link.open(&agent).await? {
+            let served = serve_session(&mut link, &agent).await;
+            if let Err(error) = served {
+                tracing::debug!(%error, "session ended");
             }
-            continue;
-        }
-        let serve_one = agent.clone();
-        let service = service_fn(move |request| routes::answer(serve_one.clone(), request));
-        let session = http2::Builder::new(TokioExecutor::new())
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_concurrent_streams(MAX_STREAMS)
-            .max_frame_size(MAX_FRAME)
-            .max_header_list_size(MAX_HEADERS)
-            .max_send_buf_size(WRITE_BUFFER)
-            .auto_date_header(false)
-            .serve_connection(TokioIo::new(&mut link), service)
-            .await;
-        if let Err(error) = session {
-            tracing::debug!(%error, "session ended");
         }
         if link.has_ended {
             break;
         }
     }
     Ok(())
+}
+
+/// Serves HTTP/2 until the session ends.
+async fn serve_session<S>(link: &mut Link<S>, agent: &Agent) -> hyper::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin,
+{
+    let service = service_fn(move |request| routes::answer(agent.clone(), request));
+    http2::Builder::new(TokioExecutor::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_frame_size(MAX_FRAME)
+        .max_header_list_size(MAX_HEADERS)
+        .max_send_buf_size(WRITE_BUFFER)
+        .auto_date_header(false)
+        .serve_connection(TokioIo::new(link), service)
+        .await
 }
 
 /// The stream with what was read ahead and what is still to be written.
@@ -160,9 +163,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
                         return Ok(false);
                     }
                     // In the middle of a message, whose rest never comes.
-                    if let Some(hello) = only_hellos(&self.ahead[before..])
-                        && Some(hello.epoch) != self.epoch
-                    {
+                    if let Some(hello) = self.only_another(&self.ahead[before..]) {
                         self.ahead.clear();
                         self.next = Some(hello);
                         return Ok(false);
@@ -170,6 +171,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
                 }
             }
         }
+    }
+
+    /// The last hello in bytes that are hellos and nothing else, if it begins another session.
+    fn only_another(&self, bytes: &[u8]) -> Option<Hello> {
+        only_hellos(bytes).filter(|hello| Some(hello.epoch) != self.epoch)
     }
 
     fn interrupt(&mut self, hello: Hello) -> io::Error {
@@ -225,9 +231,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Link<S> {
         let read = &buffer.filled()[before..];
         if read.is_empty() {
             link.has_ended = true;
-        } else if let Some(hello) = only_hellos(read)
-            && Some(hello.epoch) != link.epoch
-        {
+        } else if let Some(hello) = link.only_another(read) {
             buffer.set_filled(before);
             return Poll::Ready(Err(link.interrupt(hello)));
         }

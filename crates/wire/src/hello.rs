@@ -102,12 +102,11 @@ impl Opening {
         }
         let Some(length) = bytes.get(MESSAGE_MAGIC.len()..MESSAGE_HEADER_BYTES) else { return Self::Unclear };
         let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
-        let end = MESSAGE_HEADER_BYTES + length;
-        match () {
-            () if length > MAX_JSON_BYTES => Self::Rubbish,
-            () if bytes.len() < end => Self::Unclear,
-            () => Self::Message(MESSAGE_HEADER_BYTES..end),
+        if length > MAX_JSON_BYTES {
+            return Self::Rubbish;
         }
+        let end = MESSAGE_HEADER_BYTES + length;
+        if bytes.len() < end { Self::Unclear } else { Self::Message(MESSAGE_HEADER_BYTES..end) }
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 use bytes::{Buf, BytesMut};
 use stockade_wire::{
     PROTOCOL,
-    hello::{HELLO_BYTES, Hello, Opening, Scanner},
+    hello::{self, HELLO_BYTES, Hello, Opening, Scanner},
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
@@ -50,9 +50,10 @@ impl Greeted {
         Ok(Self { stream, ahead, epoch, at_start: true, heard, when_cut: Box::pin(when_cut) })
     }
 
-    /// Says a message and gives the body of the answer.
-    pub(super) async fn ask(&mut self, message: &[u8]) -> io::Result<BytesMut> {
-        self.stream.write_all(message).await?;
+    /// Says this in a message and gives the body of the answer.
+    pub(super) async fn ask(&mut self, body: &[u8]) -> io::Result<BytesMut> {
+        let message = hello::message(body).ok_or(io::ErrorKind::InvalidInput)?;
+        self.stream.write_all(&message).await?;
         self.stream.flush().await?;
         loop {
             match Opening::of(&self.ahead) {

@@ -15,7 +15,7 @@ use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Empty, Full};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Serialize, de::DeserializeOwned};
-use stockade_wire::{ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES, event::Event, files, hello, machine, process, route};
+use stockade_wire::{ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES, event::Event, files, machine, process, route};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     sync::mpsc,
@@ -153,12 +153,11 @@ impl GuestClient {
 
     /// Makes the machine one of its own. As the first thing said in a session it costs the guest least.
     pub async fn set_identity(&self, identity: &machine::Identity) -> Result<(), EngineError> {
-        let bytes = json_bytes(identity)?;
-        let message = hello::message(&bytes).ok_or_else(too_long)?;
-        match within(ANSWER_PATIENCE, true, self.session.ask_first(&message)).await? {
+        let json = json_bytes(identity)?;
+        match within(ANSWER_PATIENCE, true, self.session.ask_first(&json)).await? {
             Some(answer) if answer.is_empty() => Ok(()),
             Some(refused) => Err(EngineError::Guest(serde_json::from_slice(&refused).map_err(broken(true))?)),
-            None => self.post(route::IDENTITY, identity).await.map(drop_empty),
+            None => self.post_json(route::IDENTITY, json).await.map(drop_empty),
         }
     }
 
@@ -320,9 +319,12 @@ impl GuestClient {
     }
 
     async fn post<T: DeserializeOwned>(&self, path: &str, request: &impl Serialize) -> Result<T, EngineError> {
-        let body = json_body(request)?;
+        self.post_json(path, json_bytes(request)?).await
+    }
+
+    async fn post_json<T: DeserializeOwned>(&self, path: &str, json: Vec<u8>) -> Result<T, EngineError> {
         let exchange = async {
-            let answer = self.exchange(Method::POST, path, body).await?;
+            let answer = self.exchange(Method::POST, path, whole(json)).await?;
             parse(answer, MAX_JSON_BYTES).await
         };
         within(ANSWER_PATIENCE, true, exchange).await
@@ -378,18 +380,21 @@ fn empty() -> RequestBody {
     Empty::new().map_err(|never| match never {}).boxed_unsync()
 }
 
+fn whole(bytes: Vec<u8>) -> RequestBody {
+    Full::new(Bytes::from(bytes)).map_err(|never| match never {}).boxed_unsync()
+}
+
 fn json_body(request: &impl Serialize) -> Result<RequestBody, EngineError> {
-    Ok(Full::new(Bytes::from(json_bytes(request)?)).map_err(|never| match never {}).boxed_unsync())
+    json_bytes(request).map(whole)
 }
 
 fn json_bytes(request: &impl Serialize) -> Result<Vec<u8>, EngineError> {
     let bytes = serde_json::to_vec(request).map_err(broken(false))?;
-    if bytes.len() > MAX_JSON_BYTES { Err(too_long()) } else { Ok(bytes) }
-}
-
-fn too_long() -> EngineError {
-    let message = format!("the request is over the limit of {MAX_JSON_BYTES} bytes");
-    EngineError::Guest(ErrorBody::new(stockade_wire::ErrorCode::TooLong, message))
+    if bytes.len() > MAX_JSON_BYTES {
+        let message = format!("the request is over the limit of {MAX_JSON_BYTES} bytes");
+        return Err(EngineError::Guest(ErrorBody::new(stockade_wire::ErrorCode::TooLong, message)));
+    }
+    Ok(bytes)
 }
 
 async fn parse<T: DeserializeOwned>(answer: Response<Answer>, limit: usize) -> Result<T, EngineError> {

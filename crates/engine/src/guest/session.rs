@@ -95,12 +95,12 @@ impl Session {
         self.heard.ago()
     }
 
-    /// Says a message and gives its answer, if HTTP/2 has not begun.
-    pub(super) async fn ask_first(&self, message: &[u8]) -> Result<Option<BytesMut>, EngineError> {
+    /// Says this in a message and gives its answer, if HTTP/2 has not begun.
+    pub(super) async fn ask_first(&self, body: &[u8]) -> Result<Option<BytesMut>, EngineError> {
         let mut opening = self.opening.lock().await;
         let Some(mut greeted) = opening.take() else { return Ok(None) };
         let answer = tokio::select! {
-            answer = greeted.ask(message) => answer.map_err(broken(true))?,
+            answer = greeted.ask(body) => answer.map_err(broken(true))?,
             () = self.cut.cancelled() => return Err(broken(true)(io::Error::from(io::ErrorKind::ConnectionAborted))),
         };
         *opening = Some(greeted);
