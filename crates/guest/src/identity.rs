@@ -58,6 +58,11 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
     Ok(())
 }
 
+/// Sets the clock, where the agent is not merely hosted.
+pub(crate) fn set_time(agent: &Agent, unix_time_ns: u64) -> Result<()> {
+    if agent.is_machine() { set_clock(unix_time_ns) } else { Ok(()) }
+}
+
 /// Returns what processes are told of it in their environment.
 fn take_network(agent: &Agent, told: &machine::Network) -> Result<network::Trusted> {
     if told.reset_connections && agent.shared().held.may_have_connections() {

@@ -198,6 +198,31 @@ async fn an_identity_gives_every_process_its_environment() {
 }
 
 #[tokio::test]
+async fn who_it_is_a_machine_is_told_once_in_a_session() {
+    let guest = Guest::start().await;
+    let (of_one, mut of_other) = (identity(), identity());
+    of_other.env.insert("FROM_SANDBOX".to_owned(), "b".to_owned());
+    let (other, _server) = common::connect(&guest.agent).await;
+    let env = async || guest.run(argv(["sh", "-c", "echo $FROM_SANDBOX"])).await.text().to_owned();
+    guest.client.set_identity(&of_one).await.expect("taken");
+    other.set_identity(&of_other).await.expect("taken");
+    // Only the moment is another: the first session says nothing else, and so does not take back what the other said.
+    let later = Identity { unix_time_ns: 1, entropy: "other".to_owned(), ..of_one.clone() };
+    guest.client.set_identity(&later).await.expect("taken");
+    assert_eq!(env().await, "b\n");
+    for (told, heard) in [(Identity { hostname: "box2".to_owned(), ..later }, "a\n"), (of_other.clone(), "b\n")] {
+        guest.client.set_identity(&told).await.expect("taken");
+        assert_eq!(env().await, heard);
+    }
+    // After a refusal all of it is said.
+    let wrong = Identity { hostname: String::new(), ..of_one.clone() };
+    assert_eq!(refusal(guest.client.set_identity(&wrong).await).0, ErrorCode::InvalidArgument);
+    other.set_identity(&of_one).await.expect("taken");
+    guest.client.set_identity(&of_other).await.expect("taken");
+    assert_eq!(env().await, "b\n");
+}
+
+#[tokio::test]
 async fn an_identity_that_never_ends_gives_way_to_the_next_session() {
     let guest = Guest::start().await;
     let (mut host, agent_end) = UnixStream::pair().expect("a socket pair");

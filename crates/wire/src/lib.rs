@@ -28,7 +28,7 @@ mod error;
 pub use error::{ErrorBody, ErrorCode};
 
 /// The protocol this build speaks. A host refuses an agent of another number.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Largest JSON body either side accepts, in bytes.
 pub const MAX_JSON_BYTES: usize = 4 << 20;
@@ -44,6 +44,8 @@ pub mod route {
     pub const HEALTH: &str = "/v1/health";
     /// `POST` [`Identity`](crate::machine::Identity) → `{}`; repeatable.
     pub const IDENTITY: &str = "/v1/identity";
+    /// `POST /v1/clock?unix_time_ns=N`, the host's wall clock → `{}`: for a machine that stood still and is who it was.
+    pub const CLOCK: &str = "/v1/clock";
     /// `POST` → event frames of a command that does nothing, run as the default user and forgotten when it ends.
     pub const REHEARSAL: &str = "/v1/rehearsal";
     /// `POST` → `{}` once the guest's file systems are written to its disk.

@@ -49,6 +49,21 @@ pub struct Identity {
     pub network: Option<Network>,
 }
 
+impl Identity {
+    /// Whether a machine that was told `before`, and has run or stood still since, is told nothing new but the time.
+    pub fn is_that_of(&self, before: &Self) -> bool {
+        // All but the moment and the randomness, which only a copy has to have anew.
+        let lasting = |identity: &Self| {
+            let mut lasting = identity.clone();
+            (lasting.unix_time_ns, lasting.entropy) = (0, String::new());
+            lasting.network.iter_mut().for_each(|network| network.reset_connections = false);
+            lasting
+        };
+        let resets = self.network.as_ref().is_some_and(|network| network.reset_connections);
+        !resets && lasting(self) == lasting(before)
+    }
+}
+
 /// What a machine is told about its network. Addresses are not among it: all machines have the same.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Network {
