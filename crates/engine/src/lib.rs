@@ -227,7 +227,14 @@ pub trait Machine: Send + Sync + 'static {
     /// Waits until the machine's process has ended, by whatever cause. Cancel-safe, many may wait.
     async fn exited(&self) -> MachineExit;
 
-    /// What the machine holds and has used, read now.
+    /// What the kernel counts of the machine anyway. Cheap to read.
+    ///
+    /// # Errors
+    /// The machine is gone.
+    fn counters(&self) -> Result<MachineCounters, EngineError>;
+
+    /// What the machine holds and has used, read now. The kernel looks at every page for it, which takes milliseconds:
+    /// not for the path of a request that asks for something else.
     ///
     /// # Errors
     /// The machine is gone.
@@ -270,6 +277,17 @@ pub enum MachineExit {
     OutOfMemory,
     /// The emulator ended otherwise: its exit status or signal as text.
     Crashed(String),
+}
+
+/// What is counted of one machine.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct MachineCounters {
+    /// Processor time used so far, microseconds.
+    pub cpu_micros: u64,
+    /// Bytes of memory in pages that are no file's: what the guest has written and what the emulator holds for itself.
+    pub anonymous_bytes: u64,
+    /// Bytes its own disk layer takes on the host.
+    pub disk_bytes: u64,
 }
 
 /// What one machine holds.

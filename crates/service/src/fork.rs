@@ -60,7 +60,7 @@ impl Service {
         let tickets = (0..request.count).map(|_| core.admit()).collect::<Result<Vec<_>, _>>()?;
         // What the parent holds of its own is what the children will share.
         let machine = live.view.borrow().machine.clone();
-        let held = machine.and_then(|machine| machine.usage().ok()).map_or(0, |usage| usage.private_bytes);
+        let held = machine.and_then(|machine| machine.counters().ok()).map_or(0, |counters| counters.anonymous_bytes);
         core.engine().check_fork_capacity(&parent.shape, request.count, held)?;
         // Carried through also for a caller that goes away.
         let (done, outcome) = tokio::sync::oneshot::channel();

@@ -5,17 +5,20 @@
 //! that comes after us goes on where the row ends, so that time in which no server ran is counted once. What
 //! became of a sandbox after its last row was written it reads from the sandbox's events, which have the same
 //! times. Memory and disk are bytes held times time. What is sent is told by the gateway, each byte once; connections end
-//! with the server, and with one that is killed what was sent since the last write. Starting a machine is not charged: its counter is read when
-//! it begins to take commands.
+//! with the server, and with one that is killed what was sent since the last write. Starting a machine is not charged:
+//! its counter is read when it begins to take commands.
+//!
+//! What memory a machine holds the kernel finds out page by page. That is done between requests, and again only where it
+//! may have changed; in a change of state the machine holds what it was last seen to hold.
 
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use jiff::Timestamp;
-use stockade_engine::Machine;
+use stockade_engine::{Machine, MachineCounters};
 use stockade_gateway::Traffic;
 use stockade_model::{Sandbox, SandboxId, SandboxState, Snapshot, SnapshotId, Tier, Usage};
 use stockade_store::{Metered, SandboxEvent, StoreError, UsageRow};
@@ -26,6 +29,10 @@ use crate::{ServiceError, core::Core, error::store_error};
 
 /// The longest row.
 const HOUR_MS: i64 = 3_600_000;
+/// So much more or less of its own, and a machine's memory is looked at again.
+const CHANGED_BYTES: u64 = 1 << 20;
+/// After this time in any case: its share of what it holds in common changes with the others.
+const LOOK_AGAIN_AFTER: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
 pub(crate) struct Meter {
@@ -50,18 +57,30 @@ struct Account {
     machine: Option<Arc<dyn Machine>>,
     /// None: it sends nothing.
     traffic: Option<Arc<Traffic>>,
-    /// As last read.
-    memory_bytes: u64,
-    disk_bytes: u64,
+    held: Held,
     is_snapshot: bool,
 }
 
-/// What a subject holds just now.
-#[derive(Clone, Copy)]
-struct Reading {
-    cpu: Option<u64>,
+/// What a subject holds, as last seen.
+#[derive(Clone, Copy, Default)]
+struct Held {
     memory_bytes: u64,
     disk_bytes: u64,
+    looked: Option<Look>,
+}
+
+/// When a machine's memory was looked at, and what it then had of its own.
+#[derive(Clone, Copy)]
+struct Look {
+    at: Instant,
+    anonymous_bytes: u64,
+}
+
+/// What a machine says of itself.
+struct Reading {
+    counters: MachineCounters,
+    /// `None`: not looked at.
+    memory_bytes: Option<u64>,
 }
 
 impl Meter {
@@ -80,13 +99,22 @@ impl Meter {
         saved_bytes: u64,
         now: Timestamp,
     ) {
-        let (reading, traffic) = (read(machine, saved_bytes), self.traffic(&sandbox.id));
+        let (traffic, id) = (self.traffic(&sandbox.id), machine.map(|machine| machine.id()));
         let mut book = self.lock();
         let subject = sandbox.id.to_string();
-        let sequence = book.close(&subject, now);
-        if sequence == 0 {
+        let before = book.close(&subject, now);
+        if before.is_none() {
             book.metered.push(metered(sandbox));
         }
+        let sequence = before.as_ref().map_or(0, |before| before.row.sequence + 1);
+        let (held, cpu_seen) = match (before, machine) {
+            (Some(before), Some(machine)) if before.row.machine.as_ref() == Some(machine.id()) => {
+                (before.held, before.row.cpu_seen)
+            }
+            // It is looked at soon, and taken to have held that from its beginning.
+            (_, Some(machine)) => (Held::default(), machine.counters().map_or(0, |counters| counters.cpu_micros)),
+            (_, None) => (Held::now(None, saved_bytes), 0),
+        };
         let row = UsageRow {
             subject: subject.clone(),
             sequence,
@@ -94,13 +122,13 @@ impl Meter {
             state: word(sandbox.state, sandbox.tier).to_owned(),
             from: now,
             to: now,
-            machine: machine.map(|machine| machine.id().clone()),
-            cpu_seen: reading.cpu.unwrap_or_default(),
-            memory_seen: reading.memory_bytes,
-            disk_seen: reading.disk_bytes,
+            machine: id.cloned(),
+            cpu_seen,
+            memory_seen: held.memory_bytes,
+            disk_seen: held.disk_bytes,
             usage: Usage::default(),
         };
-        let account = Account { traffic: Some(traffic), ..Account::new(row, machine, reading, false) };
+        let account = Account { row, machine: machine.cloned(), traffic: Some(traffic), held, is_snapshot: false };
         book.open.insert(subject, account);
     }
 
@@ -119,13 +147,13 @@ impl Meter {
             drop(book);
             return self.enter(sandbox, machine, saved_bytes, now);
         };
-        let mut is_same = account.row.state == word(sandbox.state, sandbox.tier);
-        if is_same {
+        let has_its_machine = account.row.machine.as_ref() == machine.map(|machine| machine.id());
+        let is_same_state = account.row.state == word(sandbox.state, sandbox.tier);
+        if is_same_state && (!has_its_machine || machine.is_none()) {
             // What it holds now it is taken to have held since its row was written.
-            let Reading { memory_bytes, disk_bytes, .. } = read(machine, saved_bytes);
-            (account.memory_bytes, account.disk_bytes) = (memory_bytes, disk_bytes);
-            is_same = account.row.machine.as_ref() == machine.map(|machine| machine.id());
+            account.held = Held::now(machine, saved_bytes);
         }
+        let is_same = is_same_state && has_its_machine;
         if is_same {
             account.machine = machine.cloned();
             account.traffic = Some(self.traffic(&sandbox.id));
@@ -167,8 +195,8 @@ impl Meter {
             disk_seen: bytes,
             usage: Usage::default(),
         });
-        let reading = Reading { cpu: None, memory_bytes: 0, disk_bytes: bytes };
-        self.lock().open.insert(subject, Account::new(row, None, reading, true));
+        let held = Held { disk_bytes: bytes, ..Held::default() };
+        self.lock().open.insert(subject, Account { row, machine: None, traffic: None, held, is_snapshot: true });
     }
 
     /// A sandbox uses nothing any more. To be called while its machine can still be read.
@@ -185,15 +213,16 @@ impl Meter {
     async fn sample(&self, core: &Core) {
         let machines: Vec<_> = {
             let book = self.lock();
-            let with = |(subject, account): (&String, &Account)| Some((subject.clone(), account.machine.clone()?));
+            let with = |(subject, account): (&String, &Account)| {
+                Some((subject.clone(), account.machine.clone()?, account.held.looked))
+            };
             book.open.iter().filter_map(with).collect()
         };
         let read_all = move || {
-            let read_one = |(subject, machine): (String, Arc<dyn Machine>)| {
-                let reading = read(Some(&machine), 0);
-                (subject, machine.id().clone(), reading)
+            let read_one = |(subject, machine, looked): (String, Arc<dyn Machine>, _)| {
+                Some((subject, machine.id().clone(), Reading::of(&machine, |now| may_have_changed(looked, now))?))
             };
-            machines.into_iter().map(read_one).collect::<Vec<_>>()
+            machines.into_iter().filter_map(read_one).collect::<Vec<_>>()
         };
         let Ok(readings) = tokio::task::spawn_blocking(read_all).await else { return };
         let mut book = self.lock();
@@ -201,7 +230,7 @@ impl Meter {
         for (subject, machine, reading) in readings {
             let Some(account) = book.open.get_mut(&subject) else { continue };
             // It may have another machine by now.
-            if reading.cpu.is_some() && account.row.machine.as_ref() == Some(&machine) {
+            if account.row.machine.as_ref() == Some(&machine) {
                 account.note(reading);
             }
         }
@@ -252,30 +281,25 @@ impl Meter {
 }
 
 impl Book {
-    /// Closes a subject's row; returns the sequence of the next.
-    fn close(&mut self, subject: &str, now: Timestamp) -> u64 {
-        let Some(mut account) = self.open.remove(subject) else { return 0 };
-        if let Some(machine) = account.machine.clone() {
-            account.note(read(Some(&machine), account.disk_bytes));
+    /// Closes a subject's row and gives its account; `None`: it had none.
+    fn close(&mut self, subject: &str, now: Timestamp) -> Option<Account> {
+        let mut account = self.open.remove(subject)?;
+        let was_seen = account.held.looked.is_some();
+        if let Some(reading) = account.machine.as_ref().and_then(|machine| Reading::of(machine, |_| !was_seen)) {
+            account.note(reading);
         }
         account.note_traffic();
         account.advance(now, &mut self.closed);
-        let next = account.row.sequence + 1;
-        self.closed.push(account.row);
-        next
+        self.closed.push(account.row.clone());
+        Some(account)
     }
 }
 
 impl Account {
-    fn new(row: UsageRow, machine: Option<&Arc<dyn Machine>>, reading: Reading, is_snapshot: bool) -> Self {
-        let Reading { memory_bytes, disk_bytes, .. } = reading;
-        Self { row, machine: machine.cloned(), traffic: None, memory_bytes, disk_bytes, is_snapshot }
-    }
-
     /// Goes on with a row by what was seen last.
     fn of_row(row: UsageRow) -> Self {
-        let (memory_bytes, disk_bytes) = (row.memory_seen, row.disk_seen);
-        Self { row, machine: None, traffic: None, memory_bytes, disk_bytes, is_snapshot: false }
+        let held = Held { memory_bytes: row.memory_seen, disk_bytes: row.disk_seen, looked: None };
+        Self { row, machine: None, traffic: None, held, is_snapshot: false }
     }
 
     /// Takes what was sent since the last time.
@@ -286,13 +310,17 @@ impl Account {
 
     /// Takes what a machine says. One that is gone says nothing: what it last said stands.
     fn note(&mut self, reading: Reading) {
-        let Some(cpu) = reading.cpu else { return };
+        let MachineCounters { cpu_micros: cpu, anonymous_bytes, disk_bytes } = reading.counters;
         // A counter that went back began again.
         let used = cpu.checked_sub(self.row.cpu_seen).unwrap_or(cpu);
         self.row.usage.cpu_micros += u128::from(used);
         self.row.cpu_seen = cpu;
-        (self.memory_bytes, self.disk_bytes) = (reading.memory_bytes, reading.disk_bytes);
-        (self.row.memory_seen, self.row.disk_seen) = (reading.memory_bytes, reading.disk_bytes);
+        self.held.disk_bytes = disk_bytes;
+        if let Some(memory_bytes) = reading.memory_bytes {
+            let looked = Some(Look { at: Instant::now(), anonymous_bytes });
+            self.held = Held { memory_bytes, disk_bytes, looked };
+        }
+        (self.row.memory_seen, self.row.disk_seen) = (self.held.memory_bytes, self.held.disk_bytes);
     }
 
     /// Counts what is held up to now; a row that has become too long is closed and the next begun.
@@ -318,8 +346,8 @@ impl Account {
         // A clock that was set back: what is counted stays counted.
         let Ok(ms) = u128::try_from(until - self.row.to.as_millisecond()) else { return };
         let usage = &mut self.row.usage;
-        usage.memory_byte_ms += u128::from(self.memory_bytes) * ms;
-        let disk = u128::from(self.disk_bytes) * ms;
+        usage.memory_byte_ms += u128::from(self.held.memory_bytes) * ms;
+        let disk = u128::from(self.held.disk_bytes) * ms;
         if self.is_snapshot {
             usage.snapshot_byte_ms += disk;
         } else {
@@ -400,15 +428,28 @@ fn row_after(sandbox: &Sandbox, before: Option<UsageRow>, state: &str, from: Tim
     }
 }
 
-fn read(machine: Option<&Arc<dyn Machine>>, saved_bytes: u64) -> Reading {
-    match machine.map(|machine| machine.usage()) {
-        Some(Ok(usage)) => Reading {
-            cpu: Some(usage.cpu_micros),
-            memory_bytes: usage.proportional_bytes,
-            disk_bytes: usage.disk_bytes,
-        },
-        _ => Reading { cpu: None, memory_bytes: 0, disk_bytes: saved_bytes },
+impl Held {
+    /// Where it has a machine, the machine is looked at.
+    fn now(machine: Option<&Arc<dyn Machine>>, saved_bytes: u64) -> Self {
+        let usage = machine.and_then(|machine| machine.usage().ok()).unwrap_or_default();
+        let disk_bytes = if machine.is_some() { usage.disk_bytes } else { saved_bytes };
+        Self { memory_bytes: usage.proportional_bytes, disk_bytes, looked: None }
     }
+}
+
+impl Reading {
+    /// `None`: it is gone. Its memory is looked at where `look` says so.
+    fn of(machine: &Arc<dyn Machine>, look: impl FnOnce(&MachineCounters) -> bool) -> Option<Self> {
+        let counters = machine.counters().ok()?;
+        let memory_bytes = if look(&counters) { Some(machine.usage().ok()?.proportional_bytes) } else { None };
+        Some(Self { counters, memory_bytes })
+    }
+}
+
+fn may_have_changed(looked: Option<Look>, now: &MachineCounters) -> bool {
+    looked.is_none_or(|look| {
+        look.at.elapsed() >= LOOK_AGAIN_AFTER || look.anonymous_bytes.abs_diff(now.anonymous_bytes) >= CHANGED_BYTES
+    })
 }
 
 fn word(state: SandboxState, tier: Option<Tier>) -> &'static str {

@@ -178,7 +178,7 @@ impl Pool {
 
     /// Takes a machine (back) in; gives it back if there is no place for it.
     fn put(&self, kind: &Kind, machine: Arc<dyn Machine>) -> Result<(), Arc<dyn Machine>> {
-        let private_bytes = machine.usage().map_or(USUAL_BYTES, |usage| usage.private_bytes);
+        let private_bytes = machine.counters().map_or(USUAL_BYTES, |counters| counters.anonymous_bytes);
         match self.lock().get_mut(kind) {
             Some(ready) if ready.lacks(Instant::now()) => {
                 ready.machines.push_back(Held { machine, private_bytes });

@@ -219,7 +219,7 @@ async fn due(
 /// Whether a guest works by itself: looks at its processor time for a while. One that cannot be read is about to
 /// be found gone.
 async fn is_busy(machine: &Arc<dyn Machine>, percent: u32) -> bool {
-    let read = || machine.usage().map(|usage| (usage.cpu_micros, Instant::now()));
+    let read = || machine.counters().map(|counters| (counters.cpu_micros, Instant::now()));
     let Ok((before, begin)) = read() else { return false };
     tokio::time::sleep(BUSY_WINDOW).await;
     let Ok((after, end)) = read() else { return false };

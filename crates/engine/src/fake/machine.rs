@@ -14,7 +14,9 @@ use super::{
     script::{Moment, Step},
     snapshot,
 };
-use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage, SnapshotReport, SnapshotScope};
+use crate::{
+    EngineError, GuestClient, Machine, MachineCounters, MachineExit, MachineUsage, SnapshotReport, SnapshotScope,
+};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -139,10 +141,15 @@ impl Machine for FakeMachine {
         exit.ok().flatten().unwrap_or(MachineExit::Killed)
     }
 
-    fn usage(&self) -> Result<MachineUsage, EngineError> {
+    fn counters(&self) -> Result<MachineCounters, EngineError> {
         self.check_alive()?;
         let cpu_micros = self.process.cpu_micros.load(Ordering::SeqCst);
-        Ok(MachineUsage { private_bytes: 1 << 20, proportional_bytes: 2 << 20, cpu_micros, disk_bytes: 4096 })
+        Ok(MachineCounters { cpu_micros, anonymous_bytes: 1 << 20, disk_bytes: 4096 })
+    }
+
+    fn usage(&self) -> Result<MachineUsage, EngineError> {
+        let MachineCounters { cpu_micros, disk_bytes, .. } = self.counters()?;
+        Ok(MachineUsage { private_bytes: 1 << 20, proportional_bytes: 2 << 20, cpu_micros, disk_bytes })
     }
 
     fn console_tail(&self) -> String {

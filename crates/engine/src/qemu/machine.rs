@@ -38,7 +38,9 @@ use super::{
     tail::Tail,
     usage,
 };
-use crate::{EngineError, GuestClient, Machine, MachineExit, MachineUsage, SnapshotReport, SnapshotScope};
+use crate::{
+    EngineError, GuestClient, Machine, MachineCounters, MachineExit, MachineUsage, SnapshotReport, SnapshotScope,
+};
 
 /// How long output of an emulator that has ended may take to arrive.
 const LAST_WORDS_PATIENCE: Duration = Duration::from_secs(2);
@@ -239,6 +241,12 @@ impl Inner {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Bytes its own disk layer takes.
+    fn disk_bytes(&self) -> u64 {
+        let own = self.record().disk.as_ref().map(|disk| disk.own.clone());
+        own.map_or(0, |own| self.directory.layer_bytes(&own))
+    }
+
     /// Notes something new about it, for those who come after us.
     pub(crate) fn set_record(&self, record: Record) -> Result<(), EngineError> {
         self.directory.write_record(&record).map_err(EngineError::host("write the machine's record"))?;
@@ -335,10 +343,13 @@ impl Machine for QemuMachine {
         }
     }
 
+    fn counters(&self) -> Result<MachineCounters, EngineError> {
+        let counters = usage::counters(&self.inner.processes.emulator, self.inner.disk_bytes());
+        counters.map_err(|error| self.inner.gone(&format!("what it has used cannot be read: {error}")))
+    }
+
     fn usage(&self) -> Result<MachineUsage, EngineError> {
-        let own = self.inner.record().disk.as_ref().map(|disk| disk.own.clone());
-        let disk_bytes = own.map_or(0, |own| self.inner.directory.layer_bytes(&own));
-        usage::read(&self.inner.processes.emulator, disk_bytes)
+        usage::read(&self.inner.processes.emulator, self.inner.disk_bytes())
             .map_err(|error| self.inner.gone(&format!("what it holds cannot be read: {error}")))
     }
 

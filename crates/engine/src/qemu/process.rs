@@ -34,6 +34,9 @@ impl ProcessId {
     /// Processor time it has used, user and system, in microseconds.
     pub(crate) fn cpu_micros(&self) -> io::Result<u64> {
         let stat = stat_fields(self.pid)?;
+        if stat.start_ticks != self.start_ticks || stat.state == b'Z' {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the process has ended"));
+        }
         let ticks_per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten().unwrap_or(100);
         Ok(stat.cpu_ticks * 1_000_000 / ticks_per_second.unsigned_abs().max(1))
     }
