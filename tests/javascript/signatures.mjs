@@ -18,8 +18,13 @@ export function signatures(path) {
     const members = classes.get(owner)?.members ?? [];
     const named = members.filter((member) => member.name?.getText() === method && ts.isMethodDeclaration(member));
     const found = named.filter((member) => isStatic === isStaticMember(member));
-    return merged(found.map((member) => member.parameters.map((parameter) => optionsOf(parameter, checker))));
+    return merged(found.map((member) => argumentsOf(member).map((parameter) => optionsOf(parameter, checker))));
   };
+}
+
+/** `this` has a place in declarations, and none in calls. */
+function argumentsOf(member) {
+  return member.parameters.filter((parameter) => parameter.name.getText() !== "this");
 }
 
 function isStaticMember(member) {

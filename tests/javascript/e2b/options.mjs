@@ -57,12 +57,42 @@ export default function options(box) {
     for (const id of ids) assert.equal(await Sandbox.deleteSnapshot(id), true);
   });
 
-  test("secrets have pages", async () => {
+  test("secrets have pages, which go on at their token", async () => {
+    const names = [1, 2].map(() => `options-${crypto.randomUUID()}`).sort();
+    for (const name of names) await Secret.create(name, "v");
+    const listed = [];
+    for (let nextToken; ; ) {
+      const page = Secret.list({ limit: 1, nextToken });
+      const items = await page.nextItems();
+      assert.equal(items.length, 1);
+      listed.push(...items.map((secret) => secret.name));
+      if (!page.hasNext) break;
+      nextToken = page.nextToken;
+    }
+    assert.deepEqual(listed.filter((name) => names.includes(name)), names);
+    for (const name of names) await Secret.destroy(name);
+  });
+
+  test("an update of a secret keeps its metadata, or has its own", async () => {
     const name = `options-${crypto.randomUUID()}`;
-    await Secret.create(name, "v");
-    const first = Secret.list({ limit: 1 });
-    assert.equal((await first.nextItems()).length, 1);
+    await Secret.create(name, "v", { metadata: { team: "red" } });
+    assert.deepEqual((await Secret.update(name, "w")).metadata, { team: "red" });
+    assert.deepEqual((await Secret.update(name, "x", { metadata: { team: "blue" } })).metadata, { team: "blue" });
+    assert.deepEqual((await Secret.getInfo(name)).metadata, { team: "blue" });
     await Secret.destroy(name);
+  });
+
+  test("a sandbox is reached under the address that is given for all of them", async () => {
+    const sandboxUrl = `https://sandbox.${process.env.E2B_DOMAIN}`;
+    const made = await Sandbox.create({ template: "base:default", sandboxUrl });
+    assert.equal((await made.getInfo()).name, "base");
+    await made.files.write("told", "by header");
+    assert.equal((await made.commands.run("cat told")).stdout, "by header");
+    const url = await made.downloadUrl("told");
+    assert.ok(url.startsWith(`${sandboxUrl}/`), url);
+    const headers = { "E2b-Sandbox-Id": made.sandboxId, "E2b-Sandbox-Port": "49983" };
+    assert.equal(await (await fetch(url, { headers })).text(), "by header");
+    await made.kill();
   });
 
   test("metrics of a time, and forks of a lifetime", async () => {
@@ -154,25 +184,6 @@ export default function options(box) {
     assert.equal((await fetch(up, { method: "POST", body: form })).status, 200);
     assert.equal((await files.getInfo(`${root}/up`, { user })).owner, "root");
     await files.remove(root, { user });
-  });
-
-  test("a repository is pushed and pulled, and credentials are kept where that is asked for", async () => {
-    const { git } = box();
-    const how = { cwd: "/tmp", envs: { LANG: "C" }, user: "user", timeoutMs: 60_000 };
-    const [work, remote, copy] = ["work", "remote.git", "copy"].map((name) => `/tmp/js-git/${name}`);
-    await git.init(remote, { bare: true, initialBranch: "main" });
-    await git.init(work, { initialBranch: "main" });
-    await git.commit(work, "first", { authorName: "A", authorEmail: "a@a.example", allowEmpty: true });
-    await git.remoteAdd(work, "origin", remote, { fetch: true, overwrite: true });
-    await git.push(work, { remote: "origin", branch: "main", setUpstream: true });
-    await git.clone(`file://${remote}`, { path: copy, branch: "main", depth: 1 });
-    await git.commit(work, "second", { authorName: "A", authorEmail: "a@a.example", allowEmpty: true });
-    await git.push(work, { ...how, remote: "origin", branch: "main" });
-    await git.pull(copy, { ...how, remote: "origin", branch: "main" });
-    assert.equal((await box().commands.run(`git -C ${copy} log -1 --format=%s`)).stdout, "second\n");
-    const host = { host: "git.example", protocol: "http" };
-    await git.dangerouslyAuthenticate({ ...how, ...host, username: "me", password: "pass-word" });
-    assert.equal(await box().files.read(".git-credentials"), "http://me:pass-word@git.example\n");
   });
 
   test("a client of its own has its own key", async () => {

@@ -18,6 +18,7 @@ const OF_A_VOLUME = {
   updateMetadata: (volume) => volume.updateMetadata("/a", { uid: 1, gid: 1, mode: 0o700 }),
   readFile: (volume) => volume.readFile("/a"),
   "readFile as bytes": (volume) => volume.readFile("/a", { format: "bytes" }),
+  "readFile as a stream": (volume) => volume.readFile("/a", { format: "stream", streamIdleTimeoutMs: 70_000 }),
   writeFile: (volume) => volume.writeFile("/a", "x", { uid: 1, gid: 1, mode: 0o600, force: true }),
   remove: (volume) => volume.remove("/a"),
 };
@@ -53,7 +54,9 @@ const OF_CREATE = {
 const NEW = ["minFreeDiskMb", "network.httpsPorts"];
 const known = (options) => Object.entries(options).filter(([name]) => isCurrent() || !NEW.includes(name));
 
-const build = (steps, options = {}) => Template.build(steps, `refused-${crypto.randomUUID()}`, options);
+const unused = () => `refused-${crypto.randomUUID()}`;
+const build = (steps, options = {}) => Template.build(steps, unused(), options);
+const buildInBackground = (steps, options) => Template.buildInBackground(steps, unused(), options);
 
 export default function refused(box) {
   test("volumes are refused", async () => {
@@ -70,8 +73,10 @@ export default function refused(box) {
 
   test("another shape for a template is refused", async () => {
     for (const [name, shape] of known(SHAPES)) {
-      const steps = Template().fromTemplate("base");
-      await assert.rejects(build(steps, { [name]: shape }), new RegExp(`${name} ${shape} is not supported`));
+      const refusal = new RegExp(`${name} ${shape} is not supported`);
+      for (const way of [build, buildInBackground]) {
+        await assert.rejects(way(Template().fromTemplate("base"), { [name]: shape }), refusal);
+      }
     }
   });
 

@@ -15,6 +15,7 @@ import {
   Volume,
 } from "e2b";
 import { covers, test } from "./compat.mjs";
+import git from "./git.mjs";
 import mcp from "./mcp.mjs";
 import options from "./options.mjs";
 import refused from "./refused.mjs";
@@ -174,38 +175,6 @@ test("a directory is watched", async () => {
   await handle.stop();
 });
 
-test("a repository from its start to a commit, with the options every call has", async () => {
-  const path = "/tmp/js-repository";
-  const how = { cwd: "/tmp", envs: { LANG: "C" }, user: "user", timeoutMs: 60_000 };
-  const author = { authorName: "Me", authorEmail: "me@a.example" };
-  await box.git.init(path, { ...how, initialBranch: "main" });
-  await box.git.configureUser("Me", "me@a.example", { ...how, scope: "local", path });
-  await box.files.write(`${path}/a`, "1");
-  assert.equal((await box.git.status(path, how)).isClean, false);
-  await box.git.add(path, { ...how, all: true });
-  await box.git.commit(path, "first", { ...how, ...author });
-  await box.git.createBranch(path, "other", how);
-  assert.deepEqual((await box.git.branches(path, how)).branches.sort(), ["main", "other"]);
-  await box.git.checkoutBranch(path, "main", how);
-  await box.git.deleteBranch(path, "other", { ...how, force: true });
-  assert.deepEqual((await box.git.branches(path)).branches, ["main"]);
-  await box.git.remoteAdd(path, "origin", "https://a.example/r.git", how);
-  assert.equal(await box.git.remoteGet(path, "origin", how), "https://a.example/r.git");
-  await box.git.setConfig("pull.rebase", "false", { ...how, scope: "local", path });
-  assert.equal(await box.git.getConfig("pull.rebase", { ...how, scope: "local", path }), "false");
-  await box.git.clone(path, { ...how, path: "/tmp/js-clone" });
-  assert.equal((await box.git.status("/tmp/js-clone")).isClean, true);
-  await box.files.write(`${path}/a`, "2");
-  await box.git.add(path, { ...how, files: ["a"] });
-  await box.git.reset(path, { ...how, paths: ["a"] });
-  await box.git.add(path);
-  await box.git.restore(path, { ...how, paths: ["a"], staged: true, worktree: true, source: "HEAD" });
-  assert.equal(await box.files.read(`${path}/a`), "1");
-  await box.git.reset(path, { ...how, mode: "hard", target: "HEAD" });
-  await assert.rejects(box.git.status("js-repository"), "elsewhere the path leads nowhere");
-  assert.equal((await box.git.status("js-repository", how)).isClean, true);
-});
-
 test("snapshots and forks start from what is there", async () => {
   await box.files.write("/tmp/js-state", "here");
   const snapshot = await box.createSnapshot();
@@ -271,6 +240,7 @@ test("fifty commands at once", async () => {
 });
 
 options(() => box);
+git(() => box);
 refused(() => box);
 templates();
 mcp(() => box);

@@ -61,6 +61,8 @@ async function finished(info) {
   }
 }
 
+const isCached = (lines) => lines.some((line) => line.startsWith("CACHED"));
+
 export default function templates() {
   test("every step is carried out with its options", async (context) => {
     const place = await mkdtemp(join(tmpdir(), "e2b-steps-"));
@@ -72,7 +74,10 @@ export default function templates() {
     await symlink("one.txt", join(place, "link.txt"));
     const alias = `js-steps-${crypto.randomUUID()}`;
     const plan = everyStep(place);
-    assert.equal(JSON.parse(await Template.toJSON(plan)).steps.filter((step) => step.type === "COPY").length, 3);
+    for (const computeHashes of [true, false]) {
+      const copies = JSON.parse(await Template.toJSON(plan, computeHashes)).steps.filter((step) => step.type === "COPY");
+      assert.deepEqual(copies.map((step) => "filesHash" in step), [computeHashes, computeHashes, computeHashes]);
+    }
     await Template.build(plan.setReadyCmd(waitForTimeout(1000)), { alias, tags: ["one"], cpuCount: 2, memoryMB: 1024 });
     assert.equal(await Template.aliasExists(alias), true);
     const made = await Sandbox.create(`${alias}:one`, { timeoutMs: 300_000 });
@@ -105,8 +110,23 @@ export default function templates() {
     ]) {
       const [state, lines] = await build(template, options);
       assert.equal(state, "ready");
-      assert.equal(lines.some((line) => line.startsWith("CACHED")), isKnown, lines.join("\n"));
+      assert.equal(isCached(lines), isKnown, lines.join("\n"));
     }
+  });
+
+  test("who builds hears of it: all that happens, or until the build goes on by itself", async () => {
+    const shape = { alias: `js-heard-${crypto.randomUUID()}`, skipCache: true };
+    const steps = () => Template().fromBaseImage().runCmd("echo heard");
+    const heard = [];
+    const onBuildLogs = (entry) => heard.push(entry.message);
+    await finished(await Template.buildInBackground(steps(), { ...shape, onBuildLogs }));
+    assert.match(heard[0], /^Requesting build/);
+    assert.equal(heard.at(-1), "Starting building...");
+    heard.length = 0;
+    await Template.build(steps(), { ...shape, onBuildLogs });
+    assert.ok(heard.some((line) => line.includes("RUN echo heard")), heard.join("\n"));
+    assert.equal(isCached(heard), false, heard.join("\n"));
+    assert.equal(heard.at(-1), "Build finished");
   });
 
   test("a template as a Dockerfile", () => {
