@@ -1,10 +1,15 @@
 #!/usr/bin/env python3
 """The tools of MCP servers behind one address and one token: what `Sandbox.create(mcp=...)` starts in a sandbox.
 
-    GATEWAY_ACCESS_TOKEN=... mcp-gateway --config '{"clock": {"runCmd": "python3 clock.py", "envs": {"TZ": "JST-9"}}}'
+    GATEWAY_ACCESS_TOKEN=... mcp-gateway --config '{"clock": {"zone": "JST-9"}, "mine": {"runCmd": "python3 mine.py"}}'
+    mcp-gateway pull clock
 
-Each server speaks MCP over its standard input and output. It is asked for its tools before this command ends, so that
-a server that does not start is an error of `create`. The gateway stays behind on port 50005 and answers `POST /mcp`.
+Each server speaks MCP over its standard input and output. It is asked for its tools before the first command ends, so
+that a server that does not start is an error of `create`. The gateway stays behind on port 50005 and answers `POST /mcp`.
+
+A server is started as its settings say, or as the catalogue does, a file of the template: by name `runCmd`, `installCmd`
+and `envs`, in whose values `${zone}` stands for the setting `zone`. The second command, which
+`Template().add_mcp_server("clock")` runs in a build, installs servers of the catalogue beforehand.
 """
 
 import argparse
@@ -13,28 +18,63 @@ import http.server
 import json
 import os
 import pathlib
+import string
 import subprocess
 import sys
 import threading
 
 PORT = 50005
 TOKEN_FILE = pathlib.Path("/etc/mcp-gateway/.token")
+CATALOGUE_FILE = pathlib.Path("/etc/mcp-gateway/catalogue.json")
+INSTALLED_FILE = pathlib.Path("/etc/mcp-gateway/installed")
 LOG_FILE = "/var/log/mcp-gateway.log"
 VERSION = "2025-06-18"
 ABOUT = {"protocolVersion": VERSION, "capabilities": {"tools": {}}, "serverInfo": {"name": "mcp-gateway", "version": "1"}}
+
+
+def lines_of(file):
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def from_catalogue(name):
+    """How a server is started that the client only names."""
+    catalogue = json.loads(CATALOGUE_FILE.read_text()) if CATALOGUE_FILE.exists() else {}
+    if name not in catalogue:
+        known = ", ".join(catalogue) or "nothing"
+        sys.exit(f"{name}: the catalogue has no such server, only {known}; say how it is started (runCmd) at create")
+    return catalogue[name]
+
+
+def install(name, command):
+    if command and subprocess.run(command, shell=True, stdout=subprocess.DEVNULL).returncode != 0:
+        sys.exit(f"{name}: could not be installed: {command}")
+
+
+def pull(names):
+    """Installs servers of the catalogue; a sandbox made from here on need not."""
+    for name in names:
+        install(name, from_catalogue(name).get("installCmd"))
+    INSTALLED_FILE.write_text("\n".join(sorted({*lines_of(INSTALLED_FILE), *names})))
 
 
 class Server:
     """One MCP server of the configuration."""
 
     def __init__(self, name, settings):
-        command = settings.get("runCmd") or settings.get("run_cmd")
-        if not command:
-            sys.exit(f"{name}: there is no catalogue of servers here; say how it is started: runCmd")
-        if install := settings.get("installCmd") or settings.get("install_cmd"):
-            subprocess.run(install, shell=True, check=True, stdout=subprocess.DEVNULL)
-        self.name, self.lock, self.count = name, threading.Lock(), 0
         environment = {**os.environ, **settings.get("envs", {})}
+        command = settings.get("runCmd") or settings.get("run_cmd")
+        if command:
+            install(name, settings.get("installCmd") or settings.get("install_cmd"))
+        else:
+            known = from_catalogue(name)
+            command = known["runCmd"]
+            if name not in lines_of(INSTALLED_FILE):
+                install(name, known.get("installCmd"))
+            try:
+                environment |= {key: string.Template(value).substitute(settings) for key, value in known.get("envs", {}).items()}
+            except KeyError as missing:
+                sys.exit(f"{name}: the setting {missing} is missing")
+        self.name, self.lock, self.count = name, threading.Lock(), 0
         del environment["GATEWAY_ACCESS_TOKEN"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": open(LOG_FILE, "a")}
         self.process = subprocess.Popen(command, shell=True, text=True, env=environment, start_new_session=True, **pipes)
@@ -120,6 +160,8 @@ def stay_behind():
 
 
 def main():
+    if sys.argv[1:2] == ["pull"]:
+        return pull(sys.argv[2:])
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, type=json.loads)
     token = os.environ["GATEWAY_ACCESS_TOKEN"]

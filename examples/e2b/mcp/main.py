@@ -13,6 +13,7 @@ TEMPLATE = (
     Template(file_context_path=HERE)
     .from_template("base")
     .copy("gateway.py", "/usr/local/bin/mcp-gateway", user="root", mode=0o755)
+    .copy("catalogue.json", "/etc/mcp-gateway/catalogue.json", user="root")
     .copy("clock.py", "/opt/clock.py", user="root")
 )
 
@@ -29,6 +30,6 @@ def ask(sandbox, method, **parameters):
 
 if __name__ == "__main__":
     Template.build(TEMPLATE, "mcp-gateway")
-    with Sandbox.create(mcp={"clock": {"runCmd": "python3 /opt/clock.py", "envs": {"TZ": "JST-9"}}}) as sandbox:
+    with Sandbox.create(mcp={"clock": {"zone": "JST-9"}}) as sandbox:
         for tool in ask(sandbox, "tools/list")["tools"]:
             print(tool["name"], ask(sandbox, "tools/call", name=tool["name"], arguments={})["content"][0]["text"])

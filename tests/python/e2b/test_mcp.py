@@ -3,12 +3,12 @@
 What is said while there is none: test_refused.py."""
 
 import importlib.util
-import os
 import pathlib
+import uuid
 
 import pytest
-from e2b import Template
-from e2b.exceptions import SandboxException
+from e2b import Sandbox, Template
+from e2b.exceptions import BuildException, SandboxException
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "examples/e2b/mcp"
 CLOCK = {"clock": {"runCmd": "python3 /opt/clock.py", "envs": {"TZ": "JST-9"}}}
@@ -21,11 +21,9 @@ def test_a_template_without_a_gateway_is_refused_by_the_client(sdk):
 
 
 @pytest.fixture(scope="module")
-def template(server, edge):
-    """The example's template, as long as the tests of this module need it: others see that there is none."""
+def template(server):
+    """The example's template. It stays: what is built from it is kept for later builds."""
     Template.build(example().TEMPLATE, "mcp-gateway")
-    yield
-    assert edge.api("DELETE", "/templates/mcp-gateway", os.environ["E2B_API_KEY"]).status_code == 204
 
 
 def example():
@@ -62,7 +60,33 @@ def test_servers_that_the_client_names_are_there_under_its_address(template, sdk
 @pytest.mark.machine
 def test_a_server_that_does_not_start_fails_the_create(template, sdk):
     broken = ({"broken": {"runCmd": "exit 3"}}, "broken: the server ended with 3")
-    unknown = ({"exa": {"apiKey": "k"}}, "exa: there is no catalogue")
-    for servers, words in (broken, unknown):
+    unknown = ({"exa": {"apiKey": "k"}}, "exa: the catalogue has no such server, only clock")
+    incomplete = ({"clock": {}}, "clock: the setting 'zone' is missing")
+    for servers, words in (broken, unknown, incomplete):
         with pytest.raises(SandboxException, match=f"Failed to start MCP gateway: {words}"):
             sdk.Sandbox.create(mcp=servers, timeout=300)
+
+
+@pytest.mark.machine
+def test_servers_of_the_gateways_catalogue_are_put_into_templates_by_name(template, edge):
+    name, log = f"with-clock-{uuid.uuid4().hex[:12]}", []
+    steps = Template().from_template("mcp-gateway").add_mcp_server(["clock"])
+    Template.build(steps, name, on_build_logs=lambda entry: log.append(entry.message))
+    assert any("RUN mcp-gateway pull clock" in line for line in log), log
+    sandbox = Sandbox.create(name, mcp={"clock": {"zone": "JST-9"}}, timeout=300)
+    try:
+        assert sandbox.files.read("/etc/mcp-gateway/installed") == "clock"
+        today = asked(sandbox, edge, "tools/call", name="today", arguments={}).json()["result"]
+        assert today["content"][0]["text"].endswith(" JST")
+    finally:
+        sandbox.kill()
+
+
+@pytest.mark.machine
+def test_servers_that_the_catalogue_does_not_have_are_named(template):
+    steps, log = Template().from_template("mcp-gateway").add_mcp_server("exa"), []
+    with pytest.raises(BuildException, match="failed to run command 'mcp-gateway pull exa'"):
+        Template.build(steps, f"refused-{uuid.uuid4().hex[:12]}", on_build_logs=lambda entry: log.append(entry.message))
+    assert any("exa: the catalogue has no such server, only clock" in line for line in log), log
+    with pytest.raises(BuildException, match="can only be added to mcp-gateway template"):
+        Template().from_template("base").add_mcp_server("clock")

@@ -91,7 +91,7 @@ def test_another_shape_for_a_template_is_refused(sdk, build, shape, name):
     ids=["MCP servers", "a dev container's build", "a dev container's start"],
 )
 def test_templates_that_do_not_exist_here_are_named(sdk, parent, steps):
-    with pytest.raises(BuildException, match=parent):
+    with pytest.raises(BuildException, match=f"template '{parent}' not found"):
         sdk.Template.build(steps(sdk.Template().from_template(parent)), f"refused-{uuid.uuid4().hex[:12]}")
 
 

@@ -22,6 +22,7 @@ use serde_json::Value;
 use stockade_model::{TemplateId, WorkspaceId, shortened};
 use stockade_service::{
     BuildAction, BuildPlace, BuildPlan, BuildState, BuildStep, BuildView, LogEntry, LogLevel, NewBuild, Principal,
+    ServiceError,
 };
 
 use super::{super::error::HttpError, JsonResult, parse, sandboxes::template_name, templates::of_any_tag};
@@ -262,8 +263,20 @@ pub(super) async fn start(
     body: Bytes,
 ) -> Result<StatusCode, HttpError> {
     let plan = parse::<Start>(&body)?.plan()?;
+    has_parent(&state, &who, &plan.from).await?;
     state.service.start_build(&who, &build, plan)?;
     Ok(StatusCode::ACCEPTED)
+}
+
+/// A build finds out by itself, but cannot say what a client that asks for MCP servers is to do.
+async fn has_parent(state: &AppState, who: &Principal, from: &str) -> Result<(), HttpError> {
+    match state.service.template(who, from).await {
+        Err(missing @ ServiceError::TemplateNotFound { .. }) => {
+            let is_snapshot = state.service.get_snapshot(who, from).await.is_ok();
+            if is_snapshot { Ok(()) } else { Err(missing.into()) }
+        }
+        found => found.map(drop).map_err(HttpError::from),
+    }
 }
 
 #[derive(Default, Deserialize)]
