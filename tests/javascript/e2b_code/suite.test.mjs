@@ -67,6 +67,10 @@ test("a chart is a picture and its data", async () => {
   assert.ok(results[0].png.startsWith("iVBOR"));
   assert.equal(results[0].chart.type, "bar");
   assert.deepEqual(results[0].chart.elements.map(({ label, value }) => [label, value]), [["A", 3], ["B", 1]]);
+  const { chart } = (await run("plt.boxplot([1, 2, 3, 4, 20], tick_labels=['a'])\nplt.show()")).results[0];
+  assert.equal(chart.type, "box_and_whisker");
+  const quartiles = { first_quartile: 2, median: 3, third_quartile: 4 };
+  assert.deepEqual(chart.elements, [{ label: "a", min: 1, ...quartiles, max: 4, outliers: [20] }]);
 });
 
 test("the environment is the sandbox's and the run's", async () => {

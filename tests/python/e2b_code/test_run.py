@@ -127,6 +127,28 @@ def test_charts_say_what_they_are(run, kind, code):
     assert result.chart.type.value == kind
 
 
+BOX = {"first_quartile": 2, "median": 3, "third_quartile": 4}
+
+
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("plt.boxplot([1, 2, 3, 4, 20], tick_labels=['a'])", "a"),
+        ("plt.boxplot([1, 2, 3, 4, 20], tick_labels=['a'], patch_artist=True, orientation='horizontal')", "a"),
+        ("pd.DataFrame({'b': [1, 2, 3, 4, 20]}).plot.box()", "b"),
+        pytest.param("import seaborn; seaborn.boxplot(x=['c'] * 5, y=[1, 2, 3, 4, 20])", "c", marks=pytest.mark.long),
+    ],
+    ids=["lines", "patches, lying", "pandas", "seaborn"],
+)
+def test_box_plots_say_what_they_were_drawn_of(run, code, label):
+    results = run(f"import matplotlib.pyplot as plt, pandas as pd\n{code}\nplt.show()").results
+    (result,) = [result for result in results if result.png]
+    assert result.chart.type.value == "box_and_whisker"
+    (box,) = result.chart.elements
+    assert {name: getattr(box, name) for name in BOX} == BOX
+    assert (box.label, box.min, box.max, box.outliers) == (label, 1, 4, [20])
+
+
 def test_await_magics_and_the_shell(run):
     assert run("import asyncio\nawait asyncio.sleep(0.01)\n'awaited'").text == "awaited"
     # IPython reads a terminal, with pexpect: that loses what a command writes in the moment it ends.

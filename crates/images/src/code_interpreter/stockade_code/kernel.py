@@ -13,6 +13,8 @@ from IPython.core.formatters import BaseFormatter
 from IPython.display import display
 from traitlets import ObjectName, Unicode
 
+from .charts import chart_of, note_boxes
+
 
 def load_ipython_extension(shell):
     """Called by IPython."""
@@ -22,7 +24,7 @@ def load_ipython_extension(shell):
     formatters["e2b/data"] = TableFormatter(parent=shell.display_formatter)
     for module in ("pandas", "pandas.core.frame"):
         formatters["e2b/data"].for_type_by_name(module, "DataFrame", table_of)
-    sys.meta_path.insert(0, AfterImport({"pandas": set_up_pandas, "PIL.Image": set_up_pillow}))
+    sys.meta_path.insert(0, AfterImport({"matplotlib.axes": note_boxes, "pandas": set_up_pandas, "PIL.Image": set_up_pillow}))
 
 
 class Environment:
@@ -72,19 +74,6 @@ class TableFormatter(BaseFormatter):
     format_type = Unicode("e2b/data")
     print_method = ObjectName("_repr_e2b_data_")
     _return_type = dict
-
-
-def chart_of(figure):
-    """Type, axes and elements of a figure; None where they are not known."""
-    from e2b_charts import chart_figure_to_chart
-
-    chart = chart_figure_to_chart(figure)
-    return json.loads(json.dumps(chart.model_dump(warnings=False), default=plain)) if chart else None
-
-
-def plain(value):
-    """A number of numpy's, or a date, as JSON can hold it."""
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def table_of(frame):
