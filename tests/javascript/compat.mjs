@@ -3,6 +3,8 @@
 //   await covers("e2b", { Sandbox: [Sandbox], "Sandbox.git": [Git] });   what is looked at, by the table's names for it
 //   test("...", async () => { ... });                                    as node:test's
 //
+// Of a program, commands: `await coversProgram("@e2b/cli", run)`, where `run` gives what a call prints, and `uses(args)`.
+//
 // The result goes to the file STOCKADE_COMPAT_OUT names, in the form of tests/python/compat_plugin.py.
 import { readFileSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -15,6 +17,7 @@ const passed = new Set();
 let called = new Set();
 const options = new Set();
 let sdk;
+let language = "JavaScript";
 let types = "";
 let placesOf = () => [];
 
@@ -24,14 +27,42 @@ export async function covers(name, classes, returned = {}) {
   const declarations = join(dirname(entry), "index.d.ts");
   types = readFileSync(declarations, "utf8");
   placesOf = signatures(declarations);
-  const manifest = JSON.parse(readFileSync(join(dirname(entry), "../package.json"), "utf8"));
-  sdk = `${manifest.name} ${manifest.version}`;
+  sdk = release(join(dirname(entry), "../package.json"));
   for (const [label, owners] of Object.entries(classes)) {
     for (const owner of owners) {
       wrap(label, owner, owner.name, true, returned);
       wrap(label, owner.prototype, owner.name, false, returned);
     }
   }
+}
+
+function release(manifest) {
+  const { name, version } = JSON.parse(readFileSync(manifest, "utf8"));
+  return `${name} ${version}`;
+}
+
+/** Finds the commands of a program as its help tells them. */
+export async function coversProgram(manifest, run, group = []) {
+  sdk = release(manifest);
+  language = "Command line";
+  const help = await run(...group, "--help");
+  const commands = help.slice(help.indexOf("\nCommands:")).matchAll(/^  (\w+)(?:\|\w+)?( .*)?$/gm);
+  for (const [, name, rest = ""] of commands) {
+    const command = [...group, name];
+    if (name === "help") continue;
+    // Groups take neither options nor arguments.
+    if (/^ [[<]/.test(rest) || group[0] === "auth") known.add(command.join(" "));
+    else await coversProgram(manifest, run, command);
+  }
+}
+
+/** Whether it has a command; not every release has all. */
+export const has = (command) => known.has(command);
+
+/** Notes the command that a program's arguments name. */
+export function uses(args) {
+  const words = args.map((_, length) => args.slice(0, length + 1).join(" "));
+  for (const command of words) if (known.has(command)) called.add(command);
 }
 
 /** Whether the SDK is newer than the 2.45 generation. */
@@ -99,6 +130,6 @@ after(() => {
   if (!out || !sdk) return;
   const state = (name) => [name, passed.has(name) ? "tested" : "untested"];
   const states = (names) => Object.fromEntries([...names].sort().map(state));
-  const result = { sdk, language: "JavaScript", methods: states(known), options: states(options) };
+  const result = { sdk, language, methods: states(known), options: states(options) };
   writeFileSync(out, JSON.stringify(result, null, 1) + "\n");
 });

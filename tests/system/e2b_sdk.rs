@@ -1,11 +1,13 @@
-//! The unmodified E2B SDKs, each in two generations. The suites are in `tests/python/e2b*` and `tests/javascript/e2b*`.
+//! The unmodified E2B SDKs, code interpreters and command line, each in two generations. The suites are in
+//! `tests/python/e2b*` and `tests/javascript/e2b*`.
 //!
-//! The suites record which of the SDK's methods, and in Python which options, their passing tests use. What
+//! The suites record which of the SDK's methods and options, and which commands, their passing tests use. What
 //! `tests/compat` says was tested must be so again, and it must say so of all that was; `STOCKADE_WRITE_COMPAT=1` writes
 //! what was found there.
 //!
 //! What takes an emulated kernel minutes and tells nothing about an SDK is marked `long` in the code interpreter's
-//! suite, and runs by name.
+//! suite, and runs by name. The older code interpreter for Python asks the same of the same kernels: of it runs what is
+//! marked `surface`, which are all of its methods and options.
 
 use std::{path::Path, process::Stdio};
 
@@ -158,14 +160,28 @@ async fn the_current_code_interpreter_sdk_works_unmodified() {
 }
 
 #[tokio::test]
-#[ignore = "it asks the same of the same kernels: run it by name with --run-ignored all"]
 async fn the_code_interpreter_sdk_of_the_2_9_generation_works_unmodified() {
-    python_suite_passes("e2b_code", "2.9", WITH_KERNELS, "not long").await;
+    python_suite_passes("e2b_code", "2.9", WITH_KERNELS, "surface and not long").await;
 }
 
 #[tokio::test]
 async fn the_current_code_interpreter_sdk_for_javascript_works_unmodified() {
     javascript_suite_passes("e2b_code", "current", WITH_KERNELS).await;
+}
+
+#[tokio::test]
+async fn the_code_interpreter_sdk_for_javascript_of_the_2_7_generation_works_unmodified() {
+    javascript_suite_passes("e2b_code", "2.7", WITH_KERNELS).await;
+}
+
+#[tokio::test]
+async fn the_current_e2b_command_line_works_unmodified() {
+    javascript_suite_passes("e2b_cli", "current", &[]).await;
+}
+
+#[tokio::test]
+async fn the_e2b_command_line_of_the_2_16_generation_works_unmodified() {
+    javascript_suite_passes("e2b_cli", "2.16", &[]).await;
 }
 
 #[tokio::test]

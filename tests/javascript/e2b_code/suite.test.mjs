@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { after, before } from "node:test";
 import { Sandbox } from "@e2b/code-interpreter";
-import { NotFoundError, TimeoutError } from "e2b";
+import { NotFoundError, SandboxError, TimeoutError } from "e2b";
 import { covers, test } from "./compat.mjs";
 
 await covers("@e2b/code-interpreter", { CodeInterpreter: [Sandbox] });
@@ -85,7 +85,7 @@ test("JavaScript and TypeScript share a context", async () => {
 });
 
 test("contexts are made, listed, restarted and removed", async () => {
-  const context = await box.createCodeContext({ cwd: "/tmp", ...patient });
+  const context = await box.createCodeContext({ language: "python", cwd: "/tmp", ...patient });
   assert.deepEqual([context.language, context.cwd], ["python", "/tmp"]);
   assert.ok((await box.listCodeContexts()).some((known) => known.id === context.id));
   assert.equal((await run("import os\nkept = 1\nos.getcwd()", { context })).text, "/tmp");
@@ -94,6 +94,8 @@ test("contexts are made, listed, restarted and removed", async () => {
   await box.removeCodeContext(context.id);
   assert.ok(!(await box.listCodeContexts()).some((known) => known.id === context.id));
   await assert.rejects(run("1", { context }), NotFoundError);
+  // The SDK keeps why to itself.
+  await assert.rejects(box.createCodeContext({ language: "cobol" }), SandboxError);
 });
 
 test("a time limit interrupts and the state stays", async () => {

@@ -17,6 +17,7 @@ display(os.environ["ONCE"])
 """
 
 
+@pytest.mark.surface
 def test_a_run_tells_everything_as_it_comes(either):
     seen = []
     execution = either.run_code(
@@ -39,6 +40,7 @@ def test_a_run_tells_everything_as_it_comes(either):
     assert "once" in execution.to_json()
 
 
+@pytest.mark.surface
 def test_a_context_lives_its_life(either):
     context = either.create_code_context(cwd="/tmp", language="python", request_timeout=PATIENCE_S)
     assert (context.language, context.cwd) == ("python", "/tmp")

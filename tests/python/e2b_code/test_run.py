@@ -50,6 +50,7 @@ def test_a_syntax_error_is_an_error(run):
     assert run("1 +* 2").error.name == "SyntaxError"
 
 
+@pytest.mark.surface
 def test_every_form_of_a_result_arrives_under_its_name(run):
     execution = run(
         "from IPython.display import *\n"
