@@ -113,6 +113,8 @@ function look(value, returned) {
     seen.add(label);
     wrap(label, Object.getPrototypeOf(value), label, false, returned);
   }
+  // What runs of code gave.
+  if (label && Array.isArray(value.results)) value.results.forEach((result) => look(result, returned));
   return value;
 }
 

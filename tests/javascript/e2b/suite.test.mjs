@@ -21,6 +21,8 @@ import options from "./options.mjs";
 import refused from "./refused.mjs";
 import templates, { READY, START } from "./templates.mjs";
 
+const RETURNED = ["CommandHandle", "SandboxPaginator", "SecretPaginator", "SnapshotPaginator", "WatchHandle"];
+
 // Not exported by name; nothing is sent by this.
 const { commands, files, pty } = new Sandbox({ sandboxId: "none", envdVersion: "0.6.13" });
 await covers(
@@ -35,7 +37,7 @@ await covers(
     Secret: [Secret],
     Volume: [Volume],
   },
-  { CommandHandle: "CommandHandle", WatchHandle: "WatchHandle" },
+  Object.fromEntries(RETURNED.map((name) => [name, name])),
 );
 
 const WORLD = process.env.STOCKADE_TEST_HOST;

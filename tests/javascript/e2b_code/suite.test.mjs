@@ -4,7 +4,7 @@ import { Sandbox } from "@e2b/code-interpreter";
 import { NotFoundError, SandboxError, TimeoutError } from "e2b";
 import { covers, test } from "./compat.mjs";
 
-await covers("@e2b/code-interpreter", { CodeInterpreter: [Sandbox] });
+await covers("@e2b/code-interpreter", { CodeInterpreter: [Sandbox] }, { Execution: "Execution", Result: "Result" });
 
 // Kernels of an emulated guest take their own time.
 const PATIENCE_MS = 300_000;
@@ -26,6 +26,7 @@ test("a value is the main result, and state stays", async () => {
   const second = await run("x + 1");
   assert.equal(second.text, "42");
   assert.equal(second.executionCount, first.executionCount + 1);
+  assert.deepEqual(second.toJSON().logs, { stdout: [], stderr: [] });
 });
 
 test("output, results and errors come to the callbacks in order", async () => {
@@ -60,6 +61,7 @@ test("every form of a result arrives under its name", async () => {
   assert.deepEqual([raw.pdf, raw.png, raw.jpeg, raw.data], ["UERG", "UE5H", "SlBH", { a: [1] }]);
   assert.equal(main.text, "quoted");
   assert.ok(html.formats().includes("html"));
+  assert.equal(html.toJSON().html, "<b>h</b>");
 });
 
 test("a chart is a picture and its data", async () => {
