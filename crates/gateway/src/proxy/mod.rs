@@ -14,6 +14,7 @@ mod authority;
 mod bulk;
 mod client;
 pub mod hello;
+mod lingering;
 mod refuse;
 mod requests;
 mod server;

@@ -2,13 +2,14 @@
 
 use std::{convert::Infallible, io, sync::Arc};
 
-use http::{Request, Response, Version, header};
+use http::{Method, Request, Response, Version, header};
+use http_body_util::BodyExt;
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::BufReader;
 use tokio_rustls::server::TlsStream;
 
-use super::{BoxBody, refuse::Refusal, requests::Session};
+use super::{BoxBody, lingering::Lingering, refuse::Refusal, requests::Session};
 use crate::{limits::Limits, net::FlowStream, upstream::Io};
 
 const MAX_HEADERS: usize = 256;
@@ -39,7 +40,7 @@ pub(super) async fn answer_all_tls(
 }
 
 async fn answer_with(io: impl Io + 'static, http2: bool, limits: &Limits, refusal: Refusal) -> io::Result<()> {
-    let answer = move |_: Request<Incoming>| {
+    let answer = move |_: Request<BoxBody>| {
         let mut response = refusal.response();
         // The next one may be allowed, on a connection of its own.
         response.headers_mut().insert(header::CONNECTION, header::HeaderValue::from_static("close"));
@@ -50,16 +51,24 @@ async fn answer_with(io: impl Io + 'static, http2: bool, limits: &Limits, refusa
 
 async fn serve<F, R>(io: impl Io + 'static, http2: bool, limits: &Limits, answer: F) -> io::Result<()>
 where
-    F: Fn(Request<Incoming>) -> R,
+    F: Fn(Request<BoxBody>) -> R,
     R: Future<Output = Response<BoxBody>> + Send + 'static,
 {
+    let patience = limits.head_timeout();
     let service = service_fn(|request: Request<Incoming>| {
-        let version = request.version();
-        let response = answer(request);
+        let (version, is_head) = (request.version(), request.method() == Method::HEAD);
+        let response = answer(request.map(|body| match version {
+            Version::HTTP_2 => Lingering::new(body, patience).boxed_unsync(),
+            _ => body.map_err(Into::into).boxed_unsync(),
+        }));
         async move {
             let mut response = response.await;
             if version == Version::HTTP_2 {
                 response.headers_mut().remove(header::CONNECTION);
+                // HTTP/1's server leaves it out by itself.
+                if is_head {
+                    *response.body_mut() = BoxBody::default();
+                }
             }
             Ok::<_, Infallible>(response)
         }

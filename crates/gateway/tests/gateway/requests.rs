@@ -347,6 +347,46 @@ async fn rules_on_method_path_and_headers_decide_in_order() {
 }
 
 #[tokio::test]
+async fn what_the_gateway_answers_a_head_with_has_no_body() {
+    let world = World::new();
+    world.https("good.example", "93.184.216.34", &["http/1.1"]).await;
+    let mut policy = intercepted(&["good.example"]);
+    policy["http"] = json!([
+        {"hosts": ["good.example"], "path": {"exact": "/tea"}, "action": {"respond": {"status": 418, "body": "short"}}},
+        {"hosts": ["good.example"], "action": "deny"},
+    ]);
+    let (guest, _attachment) = world.attach(policy);
+    for (name, path, status) in [("good.example", "/tea", 418), ("good.example", "/", 403), ("evil.example", "/", 403)]
+    {
+        let tls = world.connect_tls(&guest, name, true, &["h2"]).await.unwrap();
+        let request = Request::head(format!("https://{name}{path}")).body(full("")).unwrap();
+        let response = http2(tls).await.send_request(request).await.unwrap();
+        assert_eq!(response.status(), status, "{name}{path}");
+        assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "", "{name}{path}");
+    }
+}
+
+#[tokio::test]
+async fn an_upload_that_is_refused_is_taken_to_its_end_so_that_the_reason_is_heard() {
+    let world = World::new();
+    world.https("good.example", "93.184.216.34", &["http/1.1"]).await;
+    let (guest, _attachment) = world.attach(intercepted(&["good.example"]));
+    // Fronting, and a host that is not allowed.
+    for (name, host) in [("good.example", "fine.example"), ("evil.example", "evil.example")] {
+        let tls = world.connect_tls(&guest, name, true, &["h2"]).await.unwrap();
+        let (mut sender, pieces) = futures::channel::mpsc::channel::<Bytes>(1);
+        let body = StreamBody::new(pieces.map(|piece| Ok(Frame::data(piece)))).boxed_unsync();
+        let request = Request::post(format!("https://{host}/")).body(body).unwrap();
+        let mut http = http2(tls).await;
+        let response = http.send_request(request).await.unwrap();
+        assert!(Reply::read(response).await.status.is_client_error(), "{name}");
+        for _ in 0..40 {
+            sender.send(vec![b'x'; 64 << 10].into()).await.unwrap_or_else(|_| panic!("{name}: the upload was reset"));
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_guest_that_does_not_trust_the_authority_leaves_a_record_with_a_hint() {
     let world = World::new();
     world.https("good.example", "93.184.216.34", &[]).await;

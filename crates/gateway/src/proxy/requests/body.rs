@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use http::{HeaderValue, header, request};
 use http_body_util::{BodyExt, Full};
-use hyper::body::Incoming;
 
 use super::Session;
 use crate::{
@@ -18,11 +17,10 @@ use crate::{
 impl Session {
     pub(super) fn watch_body(
         &self,
-        body: Incoming,
+        body: BoxBody,
         tokens: Vec<(String, String)>,
         misplaced: &Arc<Mutex<Option<String>>>,
     ) -> BoxBody {
-        let body = body.map_err(Into::into).boxed_unsync();
         if tokens.is_empty() {
             return body;
         }

@@ -1,14 +1,17 @@
 //! Which host a request is for.
 
 use http::{Request, Version, header, uri::Authority};
-use hyper::body::Incoming;
 
 use super::Session;
-use crate::{HostPort, policy::Scheme, proxy::refuse::Refusal};
+use crate::{
+    HostPort,
+    policy::Scheme,
+    proxy::{BoxBody, refuse::Refusal},
+};
 
 impl Session {
     /// The host of a request, which has to be the connection's: what it says twice has to agree.
-    pub(super) fn host_of(&self, request: &Request<Incoming>) -> Result<String, Refusal> {
+    pub(super) fn host_of(&self, request: &Request<BoxBody>) -> Result<String, Refusal> {
         let mut hosts = request.headers().get_all(header::HOST).iter();
         let (first, more) = (hosts.next(), hosts.next());
         if more.is_some() {

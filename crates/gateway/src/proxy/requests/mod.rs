@@ -15,7 +15,6 @@ mod send;
 use std::sync::{Arc, Mutex};
 
 use http::{Method, Request, Response};
-use hyper::body::Incoming;
 
 use self::{
     body::full,
@@ -66,7 +65,7 @@ impl Session {
     }
 
     /// Answers one request and records it.
-    pub(super) async fn answer(&self, request: Request<Incoming>) -> Response<BoxBody> {
+    pub(super) async fn answer(&self, request: Request<BoxBody>) -> Response<BoxBody> {
         let asked = Facts {
             method: Some(request.method().as_str().chars().take(32).collect()),
             path: Some(request.uri().path().chars().take(1_024).collect()),
@@ -93,7 +92,7 @@ impl Session {
         Outcome { response: refusal.response(), verdict, reason: refusal.code, more: Facts::default() }
     }
 
-    async fn judge(&self, request: Request<Incoming>) -> Result<Outcome, Refusal> {
+    async fn judge(&self, request: Request<BoxBody>) -> Result<Outcome, Refusal> {
         if request.method() == Method::CONNECT {
             return Err(Refusal::connect());
         }
