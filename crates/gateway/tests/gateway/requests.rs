@@ -120,6 +120,12 @@ async fn proxies_are_not_offered() {
         assert_eq!(raw(&world, "good.example", sent).await.0, [status], "{}", String::from_utf8_lossy(sent));
     }
     assert_eq!(server.count(), 0);
+    // Clear text where TLS is due: the ports tell it from the host that was meant.
+    let (guest, _attachment) = world.attach(intercepted(&["good.example"]));
+    let stream = guest.connect_name("good.example", 443).await.unwrap();
+    let reply = Http1::over(stream).await.send(get("good.example", "/")).await;
+    let told = reply.json()["error"]["message"].to_string();
+    assert!(told.contains("made to good.example:443, the request is for http://good.example"), "{told}");
 }
 
 #[tokio::test]

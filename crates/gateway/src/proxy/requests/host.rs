@@ -32,13 +32,18 @@ impl Session {
         }
         let mut host = None;
         for text in said {
-            let here = self.authority_here(text).ok_or_else(|| Refusal::misdirected(&self.target.host(), text))?;
+            let here = self.authority_here(text).ok_or_else(|| self.misdirected(text))?;
             if host.as_ref().is_some_and(|before| *before != here) {
-                return Err(Refusal::misdirected(&self.target.host(), text));
+                return Err(self.misdirected(text));
             }
             host = Some(here);
         }
         host.ok_or_else(|| Refusal::bad_request("no Host header"))
+    }
+
+    fn misdirected(&self, asked: &str) -> Refusal {
+        let scheme = if self.scheme == Scheme::Http { "http" } else { "https" };
+        Refusal::misdirected(&format!("{}:{}", self.target.host(), self.target.port), &format!("{scheme}://{asked}"))
     }
 
     /// The host in `text` if this connection leads to it.
