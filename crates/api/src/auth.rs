@@ -64,7 +64,7 @@ fn presented_key(headers: &HeaderMap) -> Result<&str, ApiError> {
     key.filter(|key| !key.is_empty()).ok_or_else(|| unauthorized("an API key is needed"))
 }
 
-fn bearer_token(value: &str) -> Option<&str> {
+pub(crate) fn bearer_token(value: &str) -> Option<&str> {
     let (scheme, token) = value.trim().split_once(' ')?;
     scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
 }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A token in the query is kept as a cookie, so that a page's further requests come through. The guest never sees
-//! what opened the door.
+//! what opens doors, whether or not it was needed.
 
 use axum::{
     Json, Router,
@@ -16,9 +16,9 @@ use axum::{
 use http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use serde_json::json;
 use stockade_model::SandboxId;
-use stockade_service::{Ingress, Previews};
+use stockade_service::{Ingress, Previews, Principal};
 
-use super::{Reason, find, forward};
+use super::{Reason, find, forward, keys};
 use crate::{AppState, SandboxHost, server::Peer};
 
 /// The header, cookie and query field a link's token comes in.
@@ -40,13 +40,14 @@ async fn enter(State(app): State<AppState>, mut request: Request) -> Response {
         Ok(ingress) => ingress,
         Err(error) => return crate::ApiError::from(error).into_response(),
     };
-    let door = match open(&app, &id, port, request.uri(), request.headers(), &ingress).await {
-        Ok(Some(door)) => door,
-        Ok(None) => return closed(),
+    let keys = match keys::withhold(&app, request.headers_mut()).await {
+        Ok(keys) => keys,
         Err(error) => return error.into_response(),
     };
+    let door = open(&app, &id, port, request.uri(), request.headers(), &keys, &ingress).await;
+    let Some(door) = door else { return closed() };
     let is_secure = request.extensions().get::<Peer>().is_some_and(|peer| peer.is_secure);
-    strip(&mut request, door == Door::Key);
+    strip(&mut request);
     let guest = match find(&app, id.as_str()).await {
         Ok((_, guest)) => guest,
         Err(reason) => return unreachable(reason, port),
@@ -65,13 +66,11 @@ async fn enter(State(app): State<AppState>, mut request: Request) -> Response {
 }
 
 /// What let a request in.
-#[derive(Debug, Eq, PartialEq)]
 enum Door {
-    Public,
     /// A token in the query, to be remembered.
     Link(String),
-    Token,
-    Key,
+    /// Whatever else will do, or nothing.
+    Open,
 }
 
 async fn open(
@@ -80,23 +79,23 @@ async fn open(
     port: u16,
     uri: &Uri,
     headers: &HeaderMap,
+    keys: &[Principal],
     ingress: &Ingress,
-) -> Result<Option<Door>, crate::ApiError> {
+) -> Option<Door> {
     let service = &app.service;
     let valid = |token: &String| service.check_preview_token(id, port, token);
     if let Some(token) = from_query(uri).filter(valid) {
-        return Ok(Some(Door::Link(token)));
+        return Some(Door::Link(token));
     }
     if from_headers(headers).iter().any(valid) {
-        return Ok(Some(Door::Token));
+        return Some(Door::Open);
     }
-    if let Some(key) = headers.get("x-api-key").and_then(|value| value.to_str().ok())
-        && let Some(who) = service.authenticate(key).await?
-        && service.get(&who, id).await.is_ok()
-    {
-        return Ok(Some(Door::Key));
+    for who in keys {
+        if service.get(who, id).await.is_ok() {
+            return Some(Door::Open);
+        }
     }
-    Ok((ingress.previews == Previews::Public).then_some(Door::Public))
+    (ingress.previews == Previews::Public).then_some(Door::Open)
 }
 
 fn from_query(uri: &Uri) -> Option<String> {
@@ -115,7 +114,7 @@ fn cookies(headers: &HeaderMap) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// Takes out whatever could open a door again.
-fn strip(request: &mut Request, by_key: bool) {
+fn strip(request: &mut Request) {
     if let Some(query) = request.uri().query().filter(|query| query.contains(FIELD)) {
         let kept: Vec<_> = query.split('&').filter(|pair| pair.split('=').next() != Some(FIELD)).collect();
         let path = request.uri().path();
@@ -128,9 +127,6 @@ fn strip(request: &mut Request, by_key: bool) {
     }
     let headers = request.headers_mut();
     headers.remove(HEADER);
-    if by_key {
-        headers.remove("x-api-key");
-    }
     if cookies(headers).any(|(name, _)| name == FIELD) {
         let kept: Vec<_> = cookies(headers)
             .filter(|(name, _)| *name != FIELD)
@@ -188,15 +184,15 @@ mod tests {
 
     #[test]
     fn the_guest_sees_nothing_of_what_opened_the_door() {
-        let headers = [("cookie", "a=b; stockade_token=one; c=d"), ("x-stockade-token", "two"), ("x-api-key", "k")];
+        let headers = [("cookie", "a=b; stockade_token=one; c=d"), ("x-stockade-token", "two")];
         let mut seen = request("/p?stockade_token=t&x=1", &headers);
-        strip(&mut seen, true);
+        strip(&mut seen);
         assert_eq!(seen.uri(), "/p?x=1");
         assert_eq!(seen.headers().get("cookie").expect("others stay"), "a=b; c=d");
-        assert!(seen.headers().get("x-stockade-token").is_none() && seen.headers().get("x-api-key").is_none());
-        let mut seen = request("/p?stockade_token=t", &[("cookie", "stockade_token=one"), ("x-api-key", "the app's")]);
-        strip(&mut seen, false);
+        assert!(seen.headers().get("x-stockade-token").is_none());
+        let mut seen = request("/p?stockade_token=t", &[("cookie", "stockade_token=one")]);
+        strip(&mut seen);
         assert_eq!(seen.uri(), "/p");
-        assert!(seen.headers().get("cookie").is_none() && seen.headers().get("x-api-key").is_some());
+        assert!(seen.headers().get("cookie").is_none());
     }
 }

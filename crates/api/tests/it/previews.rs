@@ -133,6 +133,22 @@ async fn a_link_a_cookie_a_header_and_the_owners_key_open_it_and_nothing_else_do
     let seen = within(answer.text()).await.expect("text");
     assert!(seen.contains("mine=1") && !seen.contains(&p.token), "the guest sees its own cookie alone: {seen}");
 
+    // No key of the deployment's gets in, on whichever way it is sent; what is the guest's own does.
+    let e2b = p.host.replace(BASE, &format!("e2b.{BASE}"));
+    for key in [&p.t.key, &p.t.stranger] {
+        for (name, value) in [("x-api-key", key.clone()), ("authorization", format!("Bearer {key}"))] {
+            for host in [&p.host, &e2b] {
+                let request = p.open(get("/sent")).header("host", host).header(name, &value);
+                let answer = within(request.header("authorization", "Bearer mine").send()).await.expect("an answer");
+                assert_eq!(answer.status(), 200, "{name} {host}");
+                let seen = within(answer.text()).await.expect("text");
+                assert!(seen.contains("Bearer mine") && !seen.contains(key.as_str()), "{name} {host}: {seen}");
+            }
+        }
+    }
+    assert_eq!(status(get("/sent").bearer_auth(&p.t.key)).await, 200);
+    assert_eq!(status(get("/sent").bearer_auth(&p.t.stranger)).await, 401);
+
     // A token is for its port alone.
     let other = format!("http://1-{}:{}/", p.host.split_once('-').expect("a dash").1, p.t.http().port());
     let elsewhere = Client::builder().resolve(other.split(['/', ':']).nth(3).expect("a host"), p.t.http());

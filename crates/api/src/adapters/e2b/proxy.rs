@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     AppState, SandboxHost,
-    edge::{Reason, find, forward},
+    edge::{Reason, find, forward, keys},
     error::chain,
     native::CODE_INTERPRETER_PORT,
 };
@@ -67,6 +67,9 @@ async fn enter(State(edge): State<Edge>, mut request: Request) -> Response {
         return into_response(edge.envd.oneshot(request).await);
     }
     if let Err(error) = code_needs_token(&sandbox, port, &request) {
+        return error.into_response();
+    }
+    if let Err(error) = keys::withhold(&edge.app, request.headers_mut()).await {
         return error.into_response();
     }
     let headers = request.headers().clone();
