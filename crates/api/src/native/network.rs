@@ -256,14 +256,25 @@ async fn audit(
     Ok(axum::Json(AuditPage { items, cursor }).into_response())
 }
 
+const KINDS: [&str; 11] =
+    ["connect", "dns", "tls", "http", "token", "secret", "dial", "udp", "closed", "policy", "link"];
+const VERDICTS: [&str; 3] = ["allow", "deny", "error"];
+
+fn one_of(name: &str, value: String, known: &[&str]) -> Result<String, ApiError> {
+    if known.contains(&value.as_str()) {
+        return Ok(value);
+    }
+    Err(ApiError::invalid(format!("query: `{name}` must be one of {}", known.join(", "))))
+}
+
 fn audit_filter(pairs: Vec<(String, String)>) -> Result<(AuditFilter, bool), ApiError> {
     let mut filter = AuditFilter { limit: query::DEFAULT_LIMIT, ..AuditFilter::default() };
     let mut follow = false;
     for (name, value) in pairs {
         match name.as_str() {
             "sandbox" => filter.sandbox = Some(sandbox_id(&value)?),
-            "kind" => filter.kind = Some(value),
-            "verdict" => filter.verdict = Some(value),
+            "kind" => filter.kind = Some(one_of("kind", value, &KINDS)?),
+            "verdict" => filter.verdict = Some(one_of("verdict", value, &VERDICTS)?),
             "since" => {
                 let time = value.parse().map_err(|_| ApiError::invalid("query: `since` must be a time, RFC 3339"))?;
                 filter.since = Some(time);
@@ -317,7 +328,15 @@ mod tests {
         assert!(!follow && filter.limit == 5 && filter.since.is_some());
         assert_eq!(filter.verdict.as_deref(), Some("deny"));
         assert!(read(&[("follow", "true")]).expect("read").1);
-        for bad in [("limit", "0"), ("since", "yesterday"), ("follow", "yes"), ("sandbox", "x"), ("x", "")] {
+        for bad in [
+            ("verdict", "denied"),
+            ("kind", "tcp"),
+            ("limit", "0"),
+            ("since", "yesterday"),
+            ("follow", "yes"),
+            ("sandbox", "x"),
+            ("x", ""),
+        ] {
             assert!(read(&[bad]).is_err(), "{bad:?}");
         }
         assert!(read(&[("follow", "true"), ("kind", "dns")]).is_err());
