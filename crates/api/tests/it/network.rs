@@ -110,6 +110,38 @@ async fn secrets_take_a_value_or_a_client_and_never_give_either_back() {
     assert_eq!((&kept.json["source"], &kept.json["version"]), (&json!("value"), &json!(2)));
 }
 
+#[tokio::test]
+async fn an_explanation_knows_where_secrets_may_go() {
+    let t = TestServer::start().await;
+    put(&t, "/v1/secrets/one", &json!({"hosts": ["api.example"], "value": "hidden-4711"})).await;
+    let rule = |host: &str, secret: &str| json!({"hosts": [host], "action": {"set_headers": {"x-key": format!("${{secrets.{secret}}}")}}});
+    let http = [rule("api.example", "one"), rule("other.example", "one"), rule("late.example", "none")];
+    let network = json!({"policy": {"http": http}, "secrets": [{"secret": "one", "env": "ONE"}]});
+    let id = create(&t, json!({"network": network})).await;
+    let explain = async |host: &str| {
+        let url = json!({"url": format!("https://{host}/")});
+        t.post(&format!("/v1/sandboxes/{id}/network/explain"), &url).await.json
+    };
+    let good = explain("api.example").await;
+    assert_eq!((&good["allowed"], &good["secrets"]), (&json!(true), &json!(["one"])), "{good}");
+    for (host, reason) in [
+        ("other.example", "secret one may not be sent to other.example"),
+        ("late.example", "secret none does not exist"),
+    ] {
+        let told = explain(host).await;
+        assert_eq!((&told["allowed"], &told["reason"]), (&json!(false), &json!(reason)), "{told}");
+        assert_eq!((&told["mode"], &told["secrets"]), (&json!("refuse"), &json!([])), "{told}");
+    }
+    // One that may go elsewhere by now is not said to be used, and is not needed.
+    put(&t, "/v1/secrets/one", &json!({"hosts": ["moved.example"], "value": "hidden-4711"})).await;
+    let policy = json!({"secrets": [{"secret": "one", "env": "ONE"}]});
+    put(&t, &format!("/v1/sandboxes/{id}/network"), &policy).await;
+    assert_eq!(explain("moved.example").await["secrets"], json!(["one"]));
+    put(&t, "/v1/secrets/one", &json!({"hosts": ["api.example"], "value": "hidden-4711"})).await;
+    let moved = explain("moved.example").await;
+    assert_eq!((&moved["allowed"], &moved["secrets"]), (&json!(true), &json!([])), "{moved}");
+}
+
 async fn e2b(t: &TestServer, method: Method, path: &str, body: &Value) -> Answer {
     let request = t.client.request(method, t.url(path)).header("Host", format!("api.e2b.{BASE}"));
     Answer::of(request.header("X-API-Key", &t.key).json(body)).await

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use http::{HeaderMap, Method, Uri};
 use serde::Serialize;
 
-use super::{CompiledPolicy, Destination, HttpQuestion, L7, Reason, Scheme};
+use super::{CompiledAction, CompiledPolicy, Destination, HttpQuestion, L7, Reason, Scheme};
 use crate::HostPort;
 
 /// The answer to `policy explain`.
@@ -25,6 +25,12 @@ pub struct Explanation {
     pub secrets: Vec<String>,
     /// The policy's revision.
     pub revision: u64,
+    /// Who would get the request, where it is read.
+    #[serde(skip)]
+    pub receiver: Option<String>,
+    /// The secrets without which it would not be sent, as rules put them into headers.
+    #[serde(skip)]
+    pub needed: Vec<String>,
 }
 
 impl CompiledPolicy {
@@ -39,6 +45,8 @@ impl CompiledPolicy {
             reason,
             secrets: Vec::new(),
             revision: self.revision,
+            receiver: None,
+            needed: Vec::new(),
         };
         let scheme = match url.scheme_str() {
             Some("http") => Some(Scheme::Http),
@@ -103,6 +111,8 @@ impl CompiledPolicy {
             reason: if by_default { "the policy's default allows it".to_owned() } else { decision.reason.to_string() },
             secrets: Vec::new(),
             revision: self.revision,
+            receiver: None,
+            needed: Vec::new(),
         };
         let Some(scheme) = scheme.filter(|_| matches!(mode, "mediate" | "intercept")) else { return base };
         self.explain_request(
@@ -121,10 +131,15 @@ impl CompiledPolicy {
 
     fn explain_request(&self, base: Explanation, question: HttpQuestion<'_>) -> Explanation {
         let decision = self.http(&question);
-        let mut secrets: Vec<String> = decision.secret_names().map(str::to_owned).collect();
+        let needed: Vec<String> = decision.secret_names().map(str::to_owned).collect();
+        let receiver = match decision.action {
+            CompiledAction::Forward(proxy) => proxy.host.as_str(),
+            _ => question.host,
+        };
+        let mut secrets = needed.clone();
         if question.scheme == Scheme::Https {
-            let here = self.substitutions().filter(|one| one.hosts.matches(question.host));
-            secrets.extend(here.map(|one| one.secret.clone()));
+            let there = self.substitutions().filter(|one| one.hosts.matches(receiver));
+            secrets.extend(there.map(|one| one.secret.clone()));
         }
         secrets.sort();
         secrets.dedup();
@@ -139,6 +154,8 @@ impl CompiledPolicy {
             http_rule: decision.rule.map(str::to_owned),
             reason,
             secrets: if allowed { secrets } else { Vec::new() },
+            receiver: Some(receiver.to_owned()),
+            needed: if allowed { needed } else { Vec::new() },
             ..base
         }
     }

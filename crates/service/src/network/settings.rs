@@ -6,7 +6,9 @@ use http::HeaderValue;
 use serde::{Deserialize, Serialize};
 use stockade_gateway::{
     HostPort, broker,
-    policy::{EgressProxy, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution},
+    policy::{
+        EgressProxy, NamePattern, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution, any_matches,
+    },
 };
 use stockade_model::{quoted, shortened};
 
@@ -128,13 +130,18 @@ impl Settings {
     ) -> Result<Self, ServiceError> {
         check(&spec)?;
         let mut tokens = BTreeMap::new();
-        for used in &mut spec.secrets {
+        for (at, used) in spec.secrets.iter_mut().enumerate() {
+            let may =
+                hosts.get(&used.secret).ok_or_else(|| ServiceError::SecretNotFound { name: used.secret.clone() })?;
             if used.hosts.is_empty() {
-                used.hosts.clone_from(
-                    hosts
-                        .get(&used.secret)
-                        .ok_or_else(|| ServiceError::SecretNotFound { name: used.secret.clone() })?,
-                );
+                used.hosts.clone_from(may);
+            }
+            if let Some(beyond) = used.hosts.iter().find(|pattern| !covers(may, pattern)) {
+                let (secret, may) = (&used.secret, may.join(", "));
+                let beyond = quoted(beyond);
+                let problem =
+                    format!("secrets[{at}].hosts: {beyond} is not among the hosts of secret {secret} ({may})");
+                return Err(ServiceError::Invalid { field: "network", problem });
             }
             let known = self.tokens.get(&used.env).filter(|token| token.secret == used.secret).cloned();
             let new = || Token { secret: used.secret.clone(), text: broker::placeholder() };
@@ -181,6 +188,21 @@ impl Settings {
     pub(crate) fn from_json(text: &str) -> Result<Self, ServiceError> {
         serde_json::from_str(text).map_err(|error| ServiceError::Store(Box::new(error)))
     }
+}
+
+/// Whether whatever matches `pattern` matches one of `patterns`, as far as can be told without knowing all names. What
+/// is no pattern is refused elsewhere, by its place.
+fn covers(patterns: &[String], pattern: &str) -> bool {
+    let matches = |name: &str| any_matches(patterns, name) == Ok(true);
+    patterns.iter().any(|one| one == "*" || one == pattern)
+        || match NamePattern::parse(pattern) {
+            Ok(NamePattern::Exact(name)) => matches(&name),
+            Ok(NamePattern::Below { suffix, apex }) => {
+                matches(&format!("any-name.{suffix}")) && (!apex || matches(&suffix))
+            }
+            Ok(NamePattern::Any | NamePattern::Regex(_)) => false,
+            Err(_) => true,
+        }
 }
 
 /// The `Host` of requests to a port; `None`: it is none.
@@ -271,6 +293,11 @@ mod tests {
         assert!(refused(r#"{"secrets": [{"secret": "x", "env": "A"}]}"#).contains("\"x\""));
         let twice = r#"{"secrets": [{"secret": "github", "env": "A"}, {"secret": "github", "env": "A"}]}"#;
         assert!(refused(twice).contains("secrets[1].env: A is there twice"));
+        for beyond in ["github.com", "*.github.com", ".api.github.com", "*", "~.*"] {
+            let text = format!(r#"{{"secrets": [{{"secret": "github", "env": "A", "hosts": ["{beyond}"]}}]}}"#);
+            let told = refused(&text);
+            assert!(told.contains("secrets[0].hosts") && told.contains("(api.github.com)"), "{told}");
+        }
         assert!(serde_json::from_str::<NetworkSpec>(r#"{"allow_list": []}"#).is_err());
     }
 

@@ -3,7 +3,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use http::{Method, Uri};
-use stockade_gateway::{HostPort, Stats, policy::Explanation};
+use stockade_gateway::{
+    HostPort, Stats,
+    policy::{Explanation, any_matches},
+};
 use stockade_model::{SandboxId, SnapshotId, WorkspaceId};
 use stockade_store::NetworkRecord;
 
@@ -63,18 +66,41 @@ impl Network {
     ) -> Result<BTreeMap<String, Vec<String>>, ServiceError> {
         let mut hosts = BTreeMap::new();
         for used in &spec.secrets {
-            let minter = self.minters.get(&used.secret);
-            let known = match minter {
-                Some(minter) if minter.is_for(workspace) => Some(minter.config.hosts.clone()),
-                Some(_) => None,
-                None => {
-                    let found = self.store.secret(workspace, &used.secret).await.map_err(store_error)?;
-                    found.map(|(record, _)| record.hosts)
-                }
-            };
+            let known = self.hosts_of_secret(workspace, &used.secret).await?;
             hosts.insert(used.secret.clone(), known.ok_or_else(|| super::secrets::not_found(&used.secret))?);
         }
         Ok(hosts)
+    }
+
+    /// Where a secret may go, if there is one of the name.
+    async fn hosts_of_secret(&self, workspace: &WorkspaceId, name: &str) -> Result<Option<Vec<String>>, ServiceError> {
+        if let Some(minter) = self.minters.get(name) {
+            return Ok(minter.is_for(workspace).then(|| minter.config.hosts.clone()));
+        }
+        let found = self.store.secret(workspace, name).await.map_err(store_error)?;
+        Ok(found.map(|(record, _)| record.hosts))
+    }
+
+    /// Has an explanation say of secrets what would really become of them: a policy may name one that may not go where
+    /// the request goes, or that is no more.
+    async fn explain_secrets(&self, workspace: &WorkspaceId, explained: &mut Explanation) -> Result<(), ServiceError> {
+        let Some(receiver) = explained.receiver.clone() else { return Ok(()) };
+        for name in std::mem::take(&mut explained.secrets) {
+            let problem = match self.hosts_of_secret(workspace, &name).await? {
+                Some(hosts) if any_matches(&hosts, &receiver) == Ok(true) => {
+                    explained.secrets.push(name);
+                    continue;
+                }
+                Some(_) => format!("secret {name} may not be sent to {receiver}"),
+                None => format!("secret {name} does not exist"),
+            };
+            if explained.needed.contains(&name) {
+                (explained.allowed, explained.mode, explained.reason) = (false, "refuse", problem);
+                explained.secrets.clear();
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Keeps a sandbox's network for what is made from a snapshot of it. After the snapshot was taken: names its guest
@@ -153,7 +179,10 @@ impl Service {
         }
         let network = self.handle.core.network()?;
         let layers = network.layers(&self.network_settings(who, id).await?)?;
-        network.gateway.explain(&layers, &method, &url).await.map_err(super::settings::policy_error)
+        let explained = network.gateway.explain(&layers, &method, &url).await;
+        let mut explained = explained.map_err(super::settings::policy_error)?;
+        network.explain_secrets(&who.workspace, &mut explained).await?;
+        Ok(explained)
     }
 
     /// Has new processes of a running guest find the tokens it may use from now on.
