@@ -174,4 +174,8 @@ pub(crate) struct Audit {
     /// Print decisions as they are made, one JSON object a line, until interrupted
     #[arg(long, short = 'f', conflicts_with = "verdict", env = "STOCKADE_FOLLOW", value_parser = FalseyValueParser::new())]
     pub(crate) follow: bool,
+    /// Print all that are kept, one JSON object a line, the newest first
+    #[arg(long, conflicts_with_all = ["follow", "limit"], env = "STOCKADE_EXPORT",
+          value_parser = FalseyValueParser::new())]
+    pub(crate) export: bool,
 }

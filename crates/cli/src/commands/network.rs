@@ -12,6 +12,9 @@ use crate::{
     ui::{printable, table},
 };
 
+/// Records the server gives at once.
+const LARGEST_PAGE: u32 = 1_000;
+
 /// What the options ask for; `None`: nothing is said.
 pub(super) fn spec(network: &Network) -> Option<Value> {
     let Network { allow_out, deny_out, no_internet, secrets } = network;
@@ -160,9 +163,13 @@ pub(super) async fn audit(context: &Context, args: Audit) -> Result<(), Failure>
     if args.follow {
         return follow(context, args.sandbox.as_deref()).await;
     }
-    let mut conditions = vec![("limit", args.limit.to_string())];
+    let mut conditions = vec![];
     conditions.extend(args.sandbox.map(|sandbox| ("sandbox", sandbox)));
     conditions.extend(args.verdict.map(|verdict| ("verdict", verdict)));
+    if args.export {
+        return export(context, &conditions).await;
+    }
+    conditions.push(("limit", args.limit.to_string()));
     let page = context.client.audit(&conditions).await?;
     context.ui.data(&page, || {
         let items = page["items"].as_array().into_iter().flatten();
@@ -183,6 +190,26 @@ fn audit_row(record: &Value) -> Vec<String> {
     }
     let place = format!("{host}{port} {request}");
     vec![local_time(&text("time")), text("sandbox"), text("kind"), text("verdict"), place.trim().to_owned(), why]
+}
+
+/// All pages; each record as it is streamed.
+async fn export(context: &Context, conditions: &[(&str, String)]) -> Result<(), Failure> {
+    let mut output = std::io::stdout();
+    let mut cursor = None;
+    loop {
+        let place = cursor.map(|cursor| ("cursor", cursor));
+        let asked: Vec<_> =
+            conditions.iter().cloned().chain([("limit", LARGEST_PAGE.to_string())]).chain(place).collect();
+        let page = context.client.audit(&asked).await?;
+        let lines: String =
+            page["items"].as_array().into_iter().flatten().map(|record| format!("{record}\n")).collect();
+        let written = output.write_all(lines.as_bytes()).and_then(|()| output.flush());
+        written.map_err(|error| Failure::host("write to standard output", error))?;
+        cursor = page["cursor"].as_str().map(str::to_owned);
+        if cursor.is_none() {
+            return Ok(());
+        }
+    }
 }
 
 /// Lines as they come; they are JSON whatever was asked for.

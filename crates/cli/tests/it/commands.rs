@@ -323,6 +323,19 @@ async fn usage_is_shown_summed_and_exported() {
 }
 
 #[tokio::test]
+async fn decisions_are_exported_as_json_lines_however_many_there_are() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    // More than the server gives at once.
+    server.decide(&id, 2_500).await;
+    let exported = server.ok(&["audit", &id, "--export"]).await;
+    let numbers = exported.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")["number"].as_u64());
+    assert!(numbers.eq((0..2_500).rev().map(Some)), "each once, the newest first");
+    assert_eq!(server.ok(&["audit", "--export"]).await, exported);
+    assert_eq!(server.ok(&["audit", "--export", "--verdict", "deny"]).await, "");
+}
+
+#[tokio::test]
 async fn a_network_is_not_changed_by_saying_nothing_and_a_mistyped_verdict_is_none() {
     let server = TestServer::start().await;
     let id = server.create().await;

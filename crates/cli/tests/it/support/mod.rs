@@ -6,6 +6,7 @@ use stockade_api::{ServeConfig, Server};
 use stockade_engine::fake::FakeHost;
 use stockade_model::{MachineShape, Template};
 use stockade_service::{Service, fake};
+use stockade_store::{AuditRow, Store};
 use tempfile::TempDir;
 use tokio::{
     io::AsyncWriteExt as _,
@@ -21,7 +22,8 @@ pub(crate) struct TestServer {
     pub(crate) key: String,
     pub(crate) directory: TempDir,
     pub(crate) host: FakeHost,
-    _service: Service,
+    store: Store,
+    service: Service,
     _server: Server,
 }
 
@@ -29,7 +31,7 @@ impl TestServer {
     pub(crate) async fn start() -> Self {
         let directory = TempDir::new().expect("a directory");
         let host = FakeHost::hosting().expect("a host");
-        let (service, _) = fake::serve(directory.path(), &host, |_| ()).await.expect("a service");
+        let (service, store) = fake::serve(directory.path(), &host, |_| ()).await.expect("a service");
         let base = Template { shape: SHAPE, default_user: "user".to_owned(), ..fake::template("base") };
         fake::register(&service, directory.path(), base).await.expect("a template");
         let key = fake::key(&service, "default").await.expect("a key");
@@ -41,7 +43,8 @@ impl TestServer {
             key: key.expose().to_owned(),
             directory,
             host,
-            _service: service,
+            store,
+            service,
             _server: server,
         }
     }
@@ -58,6 +61,20 @@ impl TestServer {
         let ran = run(self.stockade(arguments), b"").await;
         assert_eq!(ran.code, Some(0), "{arguments:?}: {}", ran.stderr);
         ran.stdout
+    }
+
+    /// Numbered decisions of a sandbox's gateway.
+    pub(crate) async fn decide(&self, sandbox: &str, count: usize) {
+        let workspace = self.service.default_workspace().await.expect("a workspace").to_string();
+        let row = |number: usize| AuditRow {
+            at: jiff::Timestamp::now(),
+            workspace: workspace.clone(),
+            sandbox: sandbox.to_owned(),
+            kind: "dns".to_owned(),
+            verdict: "allow".to_owned(),
+            record: format!(r#"{{"number":{number}}}"#),
+        };
+        self.store.put_audit(&(0..count).map(row).collect::<Vec<_>>()).await.expect("written");
     }
 
     /// A new sandbox's id.
