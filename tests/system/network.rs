@@ -115,7 +115,8 @@ async fn a_secret_is_used_by_a_guest_that_never_has_it() {
     let network = json!({ "secrets": [{ "secret": "world", "env": "WORLD_KEY" }] });
     let sandbox = create(&server, network).await;
 
-    // Three clients, each in its own way of trusting certificates.
+    // Clients people have, each in its own way of trusting certificates; `requests` is the copy that comes with pip.
+    sandbox.write("/tmp/talk.py", SOCKET).await;
     let clients = [
         r#"curl -sS --max-time 60 -H "Authorization: Bearer $WORLD_KEY" https://api.world.example/echo"#.to_owned(),
         r#"curl -sS --max-time 60 --user "me:$WORLD_KEY" https://api.world.example/echo"#.to_owned(),
@@ -125,6 +126,14 @@ async fn a_secret_is_used_by_a_guest_that_never_has_it() {
         "node -e 'fetch(\"https://api.world.example/echo\", {headers: {\"x-api-key\": process.env.WORLD_KEY}})\
          .then(r => r.text()).then(console.log)'"
             .to_owned(),
+        "python3 -c 'import os; from pip._vendor import requests as r; r.get(\"https://api.world.example/echo\", \
+         headers={\"X-Api-Key\": os.environ[\"WORLD_KEY\"]}, timeout=60).raise_for_status()'"
+            .to_owned(),
+        "(printf 'GET /echo HTTP/1.1\\r\\nHost: api.world.example\\r\\nX-Api-Key: %s\\r\\nConnection: close\\r\\n\\r\\n' \
+         $WORLD_KEY; sleep 5) | openssl s_client -quiet -verify_return_error -verify_hostname api.world.example \
+         -connect api.world.example:443 | grep -q '200 OK'"
+            .to_owned(),
+        "python3 /tmp/talk.py".to_owned(),
     ];
     for client in &clients {
         sandbox.shell(client).await.expect_success();
@@ -351,6 +360,23 @@ async fn a_port_takes_the_traffic_token_and_its_server_sees_the_masked_host() {
     assert!(status == StatusCode::OK && heads.contains("localhost:8000"), "{heads}");
     server.stop().await;
 }
+
+/// A WebSocket: the handshake carries the token, and what is sent then comes back.
+const SOCKET: &str = "
+import os, socket, ssl
+host = 'api.world.example'
+s = ssl.create_default_context().wrap_socket(socket.create_connection((host, 443), 60), server_hostname=host)
+heads = ['GET /socket HTTP/1.1', 'Host: ' + host, 'Connection: Upgrade', 'Upgrade: websocket',
+         'Sec-WebSocket-Version: 13', 'Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==',
+         'Authorization: Bearer ' + os.environ['WORLD_KEY'], '', '']
+s.sendall('\\r\\n'.join(heads).encode())
+answer = b''
+while not answer.endswith(b'\\r\\n\\r\\n'):
+    answer += s.recv(1)
+assert answer.startswith(b'HTTP/1.1 101'), answer
+s.sendall(b'\\x81\\x82\\0\\0\\0\\0hi')
+assert s.recv(1) + s.recv(1) + s.recv(1) + s.recv(1) == b'\\x81\\x02hi'
+";
 
 /// Answers with the headers it was asked with.
 const HEADS: &str = "
