@@ -16,7 +16,7 @@ use std::{
 use base64::Engine as _;
 use stockade_wire::{
     ErrorBody, ErrorCode,
-    machine::{self, Identity},
+    machine::{self, Identity, Introduction},
 };
 
 use crate::{
@@ -25,8 +25,17 @@ use crate::{
     network,
 };
 
+/// Takes what it is told of itself.
+pub(crate) fn introduce(agent: &Agent, introduction: Introduction) -> Result<()> {
+    match introduction {
+        Introduction::Identity(identity) => take(agent, identity),
+        Introduction::Time(unix_time_ns) if agent.is_machine() => set_clock(unix_time_ns),
+        Introduction::Time(_) => Ok(()),
+    }
+}
+
 /// Takes an identity. Where the agent is only hosted, this sets environment and defaults alone.
-pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
+fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
     validate(&identity)?;
     if agent.is_machine() {
         set_clock(identity.unix_time_ns)?;
@@ -56,11 +65,6 @@ pub(crate) fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
     settings.default_user = identity.default_user;
     settings.default_cwd = identity.default_cwd;
     Ok(())
-}
-
-/// Sets the clock, where the agent is not merely hosted.
-pub(crate) fn set_time(agent: &Agent, unix_time_ns: u64) -> Result<()> {
-    if agent.is_machine() { set_clock(unix_time_ns) } else { Ok(()) }
 }
 
 /// Returns what processes are told of it in their environment.

@@ -198,10 +198,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Link<S> {
 }
 
 /// Takes an identity and says what came of it.
-fn introduced(agent: &Agent, identity: &[u8]) -> Vec<u8> {
-    let taken = serde_json::from_slice(identity)
-        .map_err(|error| invalid(format!("malformed identity: {error}")))
-        .and_then(|identity| identity::take(agent, identity));
+fn introduced(agent: &Agent, introduction: &[u8]) -> Vec<u8> {
+    let taken = serde_json::from_slice(introduction)
+        .map_err(|error| invalid(format!("malformed introduction: {error}")))
+        .and_then(|introduction| identity::introduce(agent, introduction));
     let answer = taken.err().map(|error| serde_json::to_vec(&error).unwrap_or_default()).unwrap_or_default();
     hello::message(&answer).unwrap_or_default()
 }

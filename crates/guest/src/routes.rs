@@ -21,9 +21,7 @@ pub(crate) async fn answer(
     request: Request<Incoming>,
 ) -> std::result::Result<Response<Reply>, Infallible> {
     let path = request.uri().path().to_owned();
-    if ![route::HEALTH, route::IDENTITY, route::CLOCK, route::SYNC, route::REHEARSAL, route::STATS]
-        .contains(&path.as_str())
-    {
+    if ![route::HEALTH, route::IDENTITY, route::SYNC, route::REHEARSAL, route::STATS].contains(&path.as_str()) {
         agent.note_use();
     }
     let result = if let Some(rest) = path.strip_prefix(route::PROCESSES).and_then(|rest| rest.strip_prefix('/')) {
@@ -42,12 +40,7 @@ async fn whole(agent: &Agent, path: &str, request: Request<Incoming>) -> Result<
     match path {
         route::HEALTH if is_get => http::json(&agent.info()),
         route::IDENTITY if is_post => {
-            identity::take(agent, http::read_json(request).await?)?;
-            Ok(http::done())
-        }
-        route::CLOCK if is_post => {
-            let time = Query::parse(request.uri().query())?.parsed("unix_time_ns")?;
-            identity::set_time(agent, time.ok_or_else(|| invalid("`unix_time_ns` is missing"))?)?;
+            identity::introduce(agent, http::read_json(request).await?)?;
             Ok(http::done())
         }
         route::SYNC if is_post => {

@@ -198,7 +198,7 @@ async fn an_identity_gives_every_process_its_environment() {
 }
 
 #[tokio::test]
-async fn who_it_is_a_machine_is_told_once_in_a_session() {
+async fn who_it_is_a_machine_is_told_once() {
     let guest = Guest::start().await;
     let (of_one, mut of_other) = (identity(), identity());
     of_other.env.insert("FROM_SANDBOX".to_owned(), "b".to_owned());
@@ -206,7 +206,7 @@ async fn who_it_is_a_machine_is_told_once_in_a_session() {
     let env = async || guest.run(argv(["sh", "-c", "echo $FROM_SANDBOX"])).await.text().to_owned();
     guest.client.set_identity(&of_one).await.expect("taken");
     other.set_identity(&of_other).await.expect("taken");
-    // Only the moment is another: the first session says nothing else, and so does not take back what the other said.
+    // Only the moment is another: the first client says nothing else, and so does not take back what the other said.
     let later = Identity { unix_time_ns: 1, entropy: "other".to_owned(), ..of_one.clone() };
     guest.client.set_identity(&later).await.expect("taken");
     assert_eq!(env().await, "b\n");

@@ -60,7 +60,7 @@ const MESSAGE_HEADER_BYTES: usize = 12;
 /// The bytes on the link of a message before HTTP/2: magic, length (big-endian), body. `None`: it is over
 /// [`MAX_JSON_BYTES`].
 ///
-/// The host's is an [`Identity`](crate::machine::Identity) as JSON; the agent's is empty if it was taken, else an
+/// The host's is an [`Introduction`](crate::machine::Introduction) as JSON; the agent's is empty if it was taken, else an
 /// [`ErrorBody`](crate::ErrorBody).
 pub fn message(body: &[u8]) -> Option<Vec<u8>> {
     if body.len() > MAX_JSON_BYTES {

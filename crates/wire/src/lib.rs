@@ -4,7 +4,7 @@
 //! host                                     guest agent
 //!  | ---- Hello { protocol, epoch } ------->  |   raw bytes, one per link session
 //!  | <--- Hello { protocol, epoch } --------  |   the same epoch, echoed
-//!  | ---- message: Identity ------------->    |   once or never, answered by a message
+//!  | ---- message: Introduction --------->    |   once or never, answered by a message
 //!  | ==== HTTP/2, host is the client ======>  |   routes below, bodies stream both ways
 //! ```
 //!
@@ -42,10 +42,8 @@ pub const MAX_LIST_BYTES: usize = 16 << 20;
 pub mod route {
     /// `GET` → [`AgentInfo`](crate::machine::AgentInfo).
     pub const HEALTH: &str = "/v1/health";
-    /// `POST` [`Identity`](crate::machine::Identity) → `{}`; repeatable.
+    /// `POST` [`Introduction`](crate::machine::Introduction) → `{}`; repeatable.
     pub const IDENTITY: &str = "/v1/identity";
-    /// `POST /v1/clock?unix_time_ns=N`, the host's wall clock → `{}`: for a machine that stood still and is who it was.
-    pub const CLOCK: &str = "/v1/clock";
     /// `POST` → event frames of a command that does nothing, run as the default user and forgotten when it ends.
     pub const REHEARSAL: &str = "/v1/rehearsal";
     /// `POST` → `{}` once the guest's file systems are written to its disk.

@@ -49,6 +49,16 @@ pub struct Identity {
     pub network: Option<Network>,
 }
 
+/// What a machine is told of itself. `I`: an [`Identity`], owned or not.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Introduction<I = Identity> {
+    /// Who it is.
+    Identity(I),
+    /// That it is who it was, and the host's wall clock, nanoseconds since the epoch: it stood still.
+    Time(u64),
+}
+
 impl Identity {
     /// Whether a machine that was told `before`, and has run or stood still since, is told nothing new but the time.
     pub fn is_that_of(&self, before: &Self) -> bool {

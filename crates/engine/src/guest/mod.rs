@@ -15,10 +15,16 @@ use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Empty, Full};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Serialize, de::DeserializeOwned};
-use stockade_wire::{ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES, event::Event, files, machine, process, route};
+use stockade_wire::{
+    ErrorBody, MAX_JSON_BYTES, MAX_LIST_BYTES,
+    event::Event,
+    files,
+    machine::{self, Introduction},
+    process, route,
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    sync::mpsc,
+    sync::{Mutex, mpsc},
 };
 use tokio_util::sync::PollSender;
 
@@ -43,8 +49,13 @@ const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'
 #[derive(Clone)]
 pub struct GuestClient {
     session: Arc<Session>,
+    told: Told,
     hold: Option<Hold>,
 }
+
+/// Who a machine was last told to be; held by whoever tells it. It is in the machine's memory: sessions may come and go,
+/// but what is restored from that memory is another machine and has been told nothing.
+pub(crate) type Told = Arc<Mutex<Option<machine::Identity>>>;
 
 /// Something that lives as long as a client, or a stream opened with it, is in use.
 pub type Hold = Arc<dyn std::any::Any + Send + Sync>;
@@ -127,13 +138,19 @@ impl GuestClient {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        Ok(Self { session: Arc::new(Session::open(stream, patience).await?), hold: None })
+        Ok(Self { session: Arc::new(Session::open(stream, patience).await?), told: Told::default(), hold: None })
+    }
+
+    /// The same session, with a machine that was told so before.
+    #[must_use]
+    pub(crate) fn of_machine(self, told: Told) -> Self {
+        Self { told, ..self }
     }
 
     /// The same session; what is given is dropped with the last clone of this client, and of what it opens.
     #[must_use]
     pub fn holding(&self, hold: Hold) -> Self {
-        Self { session: Arc::clone(&self.session), hold: Some(hold) }
+        Self { hold: Some(hold), ..self.clone() }
     }
 
     /// Whether the session still stands.
@@ -151,31 +168,22 @@ impl GuestClient {
         self.get(route::HEALTH).await
     }
 
-    /// Makes the machine one of its own. As the first thing said in a session it costs the guest least; where the
-    /// session has told it the same before, it is told the time.
+    /// Makes the machine one of its own. As the first thing said in a session it costs the guest least; a machine that was
+    /// told the same before is told the time.
     pub async fn set_identity(&self, identity: &machine::Identity) -> Result<(), EngineError> {
-        // A session ends with its machine's memory: what was said in it is what this very machine was told.
-        let mut told = self.session.told().await;
-        if told.take().is_some_and(|before| identity.is_that_of(&before)) {
-            self.set_clock(identity.unix_time_ns).await?;
-        } else {
-            self.tell(identity).await?;
+        let mut told = self.told.lock().await;
+        let introduction = match told.take() {
+            Some(before) if identity.is_that_of(&before) => Introduction::Time(identity.unix_time_ns),
+            _ => Introduction::Identity(identity),
+        };
+        let json = json_bytes(&introduction)?;
+        match within(ANSWER_PATIENCE, true, self.session.ask_first(&json)).await? {
+            Some(answer) if answer.is_empty() => {}
+            Some(refused) => return Err(EngineError::Guest(serde_json::from_slice(&refused).map_err(broken(true))?)),
+            None => self.post_json(route::IDENTITY, json).await.map(drop_empty)?,
         }
         *told = Some(identity.clone());
         Ok(())
-    }
-
-    async fn tell(&self, identity: &machine::Identity) -> Result<(), EngineError> {
-        let json = json_bytes(identity)?;
-        match within(ANSWER_PATIENCE, true, self.session.ask_first(&json)).await? {
-            Some(answer) if answer.is_empty() => Ok(()),
-            Some(refused) => Err(EngineError::Guest(serde_json::from_slice(&refused).map_err(broken(true))?)),
-            None => self.post_json(route::IDENTITY, json).await.map(drop_empty),
-        }
-    }
-
-    async fn set_clock(&self, unix_time_ns: u64) -> Result<(), EngineError> {
-        self.post_json(&format!("{}?unix_time_ns={unix_time_ns}", route::CLOCK), Vec::new()).await.map(drop_empty)
     }
 
     /// Writes the guest's file systems to its disk. Takes as long as the disk does.

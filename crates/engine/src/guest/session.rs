@@ -18,10 +18,9 @@ use hyper::{
     client::conn::http2::{self, SendRequest},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use stockade_wire::machine::Identity;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    sync::{Mutex, MutexGuard},
+    sync::Mutex,
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -51,7 +50,6 @@ pub(super) struct Session {
     sender: OnceLock<Sender>,
     cut: CancellationToken,
     heard: Arc<Heard>,
-    told: Mutex<Option<Identity>>,
 }
 
 type Sender = SendRequest<RequestBody>;
@@ -72,7 +70,7 @@ impl Session {
         let greeted = timeout(patience, greeted).await;
         let silent = |_| EngineError::GuestSilent { waited: patience, console: String::new() };
         let opening = Mutex::new(Some(greeted.map_err(silent)??));
-        Ok(Self { opening, sender: OnceLock::new(), cut, heard, told: Mutex::default() })
+        Ok(Self { opening, sender: OnceLock::new(), cut, heard })
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -90,11 +88,6 @@ impl Session {
     /// Ends the session: everything under way fails at once.
     pub(super) fn close(&self) {
         self.cut.cancel();
-    }
-
-    /// The identity the guest took in this session. Held by whoever tells it another.
-    pub(super) async fn told(&self) -> MutexGuard<'_, Option<Identity>> {
-        self.told.lock().await
     }
 
     /// How long nothing has come from the guest.

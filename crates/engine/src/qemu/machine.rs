@@ -40,6 +40,7 @@ use super::{
 };
 use crate::{
     EngineError, GuestClient, Machine, MachineCounters, MachineExit, MachineUsage, SnapshotReport, SnapshotScope,
+    guest::Told,
 };
 
 /// How long output of an emulator that has ended may take to arrive.
@@ -73,6 +74,7 @@ pub(crate) struct Inner {
     pub(crate) is_meant_to_run: AtomicBool,
     exit: watch::Sender<Option<MachineExit>>,
     session: Mutex<Option<GuestClient>>,
+    told: Told,
     /// Kept as long as a machine maps it, so that the next machine shares it.
     _memory: Option<Arc<SealedMemory>>,
     /// The snapshot it comes from counts its machines.
@@ -125,6 +127,7 @@ impl QemuMachine {
             is_meant_to_run: AtomicBool::new(false),
             exit: watch::channel(None).0,
             session: Mutex::new(None),
+            told: Told::default(),
             _memory: memory,
             _image: image,
         });
@@ -223,7 +226,7 @@ impl Inner {
                     let console = self.console.last_lines(SHOWN_LINES);
                     return Err(EngineError::GuestSilent { waited: begin.elapsed(), console });
                 }
-                opened => return opened,
+                opened => return opened.map(|client| client.of_machine(Arc::clone(&self.told))),
             }
         }
     }
