@@ -7,8 +7,8 @@
 //! from the archive: first the directory (see archive.rs), then as from files
 //! ```
 //!
-//! The identity brings the clock up to date and fresh random numbers before anybody is served. A failure
-//! leaves the sandbox as paused as it was. Once the machine is recorded as whole (`resuming`, tier `standby`) a
+//! The identity brings the clock up to date, and in what was saved and may be there twice fresh random numbers, before
+//! anybody is served; a halted machine is who it was and is told the time alone. A failure leaves the sandbox as paused as it was. Once the machine is recorded as whole (`resuming`, tier `standby`) a
 //! server that comes after us goes on with it instead of starting another from the same instant: what the guest
 //! has done since does not happen twice.
 
