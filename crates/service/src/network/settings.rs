@@ -107,7 +107,7 @@ struct Token {
     text: String,
 }
 
-pub(crate) fn policy_error(error: PolicyError) -> ServiceError {
+fn policy_error(error: &PolicyError) -> ServiceError {
     ServiceError::Invalid { field: "network", problem: error.to_string() }
 }
 
@@ -157,7 +157,7 @@ impl Settings {
             None => {
                 let NetworkSpec { internet, allow, deny, .. } = self.spec.clone();
                 let simple = SimplePolicy { internet: internet.unwrap_or(true), allow, deny };
-                simple.to_policy().map_err(policy_error)?
+                simple.to_policy().map_err(|error| policy_error(&error))?
             }
         };
         policy.revision = self.revision;
@@ -174,6 +174,25 @@ impl Settings {
             })
         }));
         Ok(policy)
+    }
+
+    /// Why its policy is refused, by the place in what was written.
+    pub(crate) fn refused(&self, error: PolicyError) -> ServiceError {
+        let PolicyError { field, problem } = &error;
+        // Those of secrets come after the written ones.
+        let written = self.spec.policy.as_ref().map_or(0, |policy| policy.substitutions.len());
+        let of_secret = || {
+            let (at, rest) = field.strip_prefix("substitutions[")?.split_once(']')?;
+            Some(format!("secrets[{}]{rest}", at.parse::<usize>().ok()?.checked_sub(written)?))
+        };
+        let field = match of_secret() {
+            Some(field) => field,
+            None if field.starts_with("bounds.") || field.starts_with("floor.") => field.clone(),
+            None if self.spec.policy.is_some() => format!("policy.{field}"),
+            None if field == "rules" => "allow and deny".to_owned(),
+            None => field.clone(),
+        };
+        policy_error(&PolicyError { field, problem: problem.clone() })
     }
 
     /// What the guest's processes hold in place of secrets.
