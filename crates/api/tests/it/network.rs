@@ -91,11 +91,15 @@ async fn a_refusal_names_the_field_as_it_was_written() {
         (json!({"allow": ["a.example", "a b"]}), "allow[1]: "),
         (json!({"deny": many}), "allow and deny: "),
         (using(json!({"header_names": ["a b"]})), "secrets[0].header_names"),
+        (using(json!({"env": "PATH"})), "secrets[0].env: PATH "),
+        (using(json!({"env": "LD_PRELOAD"})), "secrets[0].env: LD_PRELOAD "),
+        (using(json!({"env": "SSL_CERT_FILE"})), "secrets[0].env: SSL_CERT_FILE "),
     ] {
         let refused = t.post("/v1/sandboxes", &json!({"network": network})).await;
         assert_eq!((refused.status, refused.code()), (StatusCode::BAD_REQUEST, "invalid_argument"), "{network}");
         assert!(refused.message().starts_with(&format!("network {field}")), "{}", refused.message());
     }
+    create(&t, json!({"network": using(json!({"env": "LDAP_PATH"}))})).await;
 }
 
 #[tokio::test]

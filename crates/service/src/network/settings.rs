@@ -107,6 +107,31 @@ struct Token {
     text: String,
 }
 
+/// Variables without which programs do not run, or by which they are made to run another way; `LD_*` besides.
+const RESERVED_VARIABLES: [&str; 21] = [
+    "AWS_CA_BUNDLE",
+    "BASH_ENV",
+    "CARGO_HTTP_CAINFO",
+    "CURL_CA_BUNDLE",
+    "DENO_CERT",
+    "ENV",
+    "GIT_SSL_CAINFO",
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+    "HOME",
+    "IFS",
+    "LANG",
+    "LOGNAME",
+    "NODE_EXTRA_CA_CERTS",
+    "PATH",
+    "PIP_CERT",
+    "PWD",
+    "REQUESTS_CA_BUNDLE",
+    "SHELL",
+    "SSL_CERT_FILE",
+    "TERM",
+    "USER",
+];
+
 fn policy_error(error: &PolicyError) -> ServiceError {
     ServiceError::Invalid { field: "network", problem: error.to_string() }
 }
@@ -270,6 +295,10 @@ fn check(spec: &NetworkSpec) -> Result<(), ServiceError> {
         let is_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
         if used.env.is_empty() || used.env.starts_with(|c: char| c.is_ascii_digit()) || !used.env.bytes().all(is_name) {
             return invalid(format!("secrets[{at}].env: {} is no name of an environment variable", quoted(&used.env)));
+        }
+        if RESERVED_VARIABLES.contains(&&*used.env) || used.env.starts_with("LD_") {
+            let name = shortened(&used.env);
+            return invalid(format!("secrets[{at}].env: {name} is one that programs need as it is; take another name"));
         }
         if !seen.insert(&used.env) {
             return invalid(format!("secrets[{at}].env: {} is there twice", shortened(&used.env)));
