@@ -99,7 +99,7 @@ async fn a_guest_reaches_what_its_policy_allows_and_nothing_else() {
     let bad = json!({ "policy": { "rules": [{ "action": "allow", "cidrs": ["300.0.0.0/8"] }] } });
     let (status, answer) = server.try_json(Method::PUT, &path, Some(bad)).await.expect("it answers");
     assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
-    assert!(answer.to_string().contains("rules[0].cidrs[0]"), "{answer}");
+    assert!(answer.to_string().contains("policy.rules[0].cidrs[0]"), "{answer}");
     assert_eq!(server.json(Method::GET, &path, None).await["network"], json!({ "internet": false }));
     server.stop().await;
 }

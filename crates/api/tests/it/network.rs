@@ -74,6 +74,35 @@ async fn a_default_no_sandbox_could_have_is_refused() {
 }
 
 #[tokio::test]
+async fn a_refusal_names_the_field_as_it_was_written() {
+    let t = TestServer::start().await;
+    put(&t, "/v1/secrets/one", &json!({"hosts": ["api.example"], "value": "hidden-4711"})).await;
+    let using = |more: Value| {
+        let mut one = json!({"secret": "one", "env": "ONE"});
+        one.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        json!({"policy": {"substitutions": [{"placeholder": "stk_0123456789012345678901234", "secret": "one",
+                                             "hosts": ["api.example"]}]}, "secrets": [one]})
+    };
+    let many: Vec<_> = (0..2_001).map(|at| format!("h{at}.example")).collect();
+    for (network, field) in [
+        (json!({"policy": {"rules": [{"action": "allow", "cidrs": ["300.0.0.0/8"]}]}}), "policy.rules[0].cidrs[0]: "),
+        (json!({"policy": {"http": [{"hosts": [], "action": "deny"}]}}), "policy.http[0].hosts: "),
+        (json!({"policy": {"egress_proxy": {"url": "ftp://a.example"}}}), "policy.egress_proxy"),
+        (json!({"allow": ["a.example", "a b"]}), "allow[1]: "),
+        (json!({"deny": many}), "allow and deny: "),
+        (using(json!({"header_names": ["a b"]})), "secrets[0].header_names"),
+        (using(json!({"env": "PATH"})), "secrets[0].env: PATH "),
+        (using(json!({"env": "LD_PRELOAD"})), "secrets[0].env: LD_PRELOAD "),
+        (using(json!({"env": "SSL_CERT_FILE"})), "secrets[0].env: SSL_CERT_FILE "),
+    ] {
+        let refused = t.post("/v1/sandboxes", &json!({"network": network})).await;
+        assert_eq!((refused.status, refused.code()), (StatusCode::BAD_REQUEST, "invalid_argument"), "{network}");
+        assert!(refused.message().starts_with(&format!("network {field}")), "{}", refused.message());
+    }
+    create(&t, json!({"network": using(json!({"env": "LDAP_PATH"}))})).await;
+}
+
+#[tokio::test]
 async fn secrets_take_a_value_or_a_client_and_never_give_either_back() {
     let t = TestServer::start().await;
     let client = json!({"token_url": "https://login.example/token", "client_id": "me", "scopes": ["a"]});

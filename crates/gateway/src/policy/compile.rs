@@ -19,7 +19,7 @@ const MAX_ENTRIES: usize = 20_000;
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct PolicyError {
-    /// For example `rules[2].cidrs[0]`.
+    /// For example `rules[2].cidrs[0]`, or `bounds.rules[2].cidrs[0]` if it is not in the sandbox's own.
     pub field: String,
     /// What is wrong and what would do.
     pub problem: String,
@@ -125,7 +125,13 @@ impl CompiledPolicy {
                 let never: Vec<String> = layers.iter().flat_map(|layer| layer.intercept.never.clone()).collect();
                 let own = layers.len() - 1;
                 let layers = layers.iter().enumerate();
-                layers.map(|(at, layer)| compile_layer(layer, &never, at < own)).collect::<Result<_, _>>()?
+                let compile = |(at, layer)| {
+                    compile_layer(layer, &never, at < own).map_err(|error| match at < own {
+                        true => PolicyError { field: format!("bounds.{}", error.field), ..error },
+                        false => error,
+                    })
+                };
+                layers.map(compile).collect::<Result<_, _>>()?
             },
         })
     }

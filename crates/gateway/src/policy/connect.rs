@@ -34,7 +34,7 @@ pub enum Reason {
     MetadataAddress,
     /// The address is the host's own.
     HostAddress,
-    /// The operator closed it.
+    /// The operator closed it, in the floor or by a bound.
     Operator,
     /// The layers allow nothing in common.
     NothingInCommon,
@@ -172,10 +172,12 @@ impl CompiledPolicy {
         }
         let is_opened = address.is_some_and(|address| classify(address) != AddressClass::Public);
         let asked = Asked { transport, name, address, port, is_opened };
-        for layer in layers {
+        let own = self.layers.len().saturating_sub(1);
+        for (at, layer) in layers.iter().enumerate() {
             let decision = self.judge(layer, &asked);
             if !decision.allowed {
-                return decision;
+                let reason = if at < own { Reason::Operator } else { decision.reason };
+                return Decision { reason, ..decision };
             }
             combined = match combined {
                 None => Some(decision),

@@ -67,6 +67,8 @@ pub struct HttpDecision<'a> {
     pub(crate) action: &'a CompiledAction,
     /// Headers that are set, those of outer layers last.
     sets: Vec<HeaderSet<'a>>,
+    /// Refused by what stands above the sandbox.
+    pub(crate) is_operators: bool,
 }
 
 /// What one rule puts into a request.
@@ -466,13 +468,15 @@ impl CompiledPolicy {
     /// Judges one request that the gateway can read.
     pub fn http(&self, question: &HttpQuestion<'_>) -> HttpDecision<'_> {
         let canonical = CanonicalPath::of(question.path).is_canonical();
-        let mut decision = HttpDecision { rule: None, action: &CompiledAction::Allow, sets: Vec::new() };
+        let mut decision =
+            HttpDecision { rule: None, action: &CompiledAction::Allow, sets: Vec::new(), is_operators: false };
         // The sandbox's own layer first: outer layers may refuse, and what they set wins.
-        for layer in self.layers.iter().rev() {
+        for (above, layer) in self.layers.iter().rev().enumerate() {
             let Some(rule) = layer.http.iter().find(|rule| rule.matches(question, canonical)) else { continue };
             match (&rule.action, decision.action) {
                 (CompiledAction::Deny, _) => {
-                    return HttpDecision { rule: Some(&rule.id), action: &rule.action, sets: Vec::new() };
+                    let (rule, action, is_operators) = (Some(&*rule.id), &rule.action, above > 0);
+                    return HttpDecision { rule, action, sets: Vec::new(), is_operators };
                 }
                 // An answer of the sandbox's own reaches nobody; where a request goes is the outermost layer's word.
                 (CompiledAction::Respond { .. }, _)

@@ -147,7 +147,7 @@ impl Handler {
     }
 
     async fn refuse_by_policy(&self, stream: FlowStream, decision: &Decision) -> io::Result<()> {
-        let refusal = Refusal::policy(decision.reason.code(), &self.target.host(), &decision.reason.to_string());
+        let refusal = Refusal::denied(decision, &self.target.host());
         self.explain(stream, refusal, decision.rule.clone()).await
     }
 

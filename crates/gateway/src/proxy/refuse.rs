@@ -6,7 +6,11 @@ use http_body_util::{BodyExt, Full};
 use serde_json::json;
 
 use super::BoxBody;
-use crate::{broker::Refused, dial::DialError};
+use crate::{
+    broker::Refused,
+    dial::DialError,
+    policy::{Decision, Reason},
+};
 
 /// What the guest is told instead of an answer from the host.
 #[derive(Clone, Debug)]
@@ -19,6 +23,9 @@ pub(crate) struct Refusal {
 }
 
 const ASK_OWNER: &str = "the sandbox's owner can allow it in its network policy; retrying does not help";
+const ASK_OPERATOR: &str =
+    "the operator of this deployment closed it, which no policy of the sandbox changes; retrying does not help";
+const ASK_NOBODY: &str = "it is closed in every deployment; retrying does not help";
 
 impl Refusal {
     fn new(status: StatusCode, code: &'static str, message: String, hint: &'static str) -> Self {
@@ -29,9 +36,22 @@ impl Refusal {
         Self::new(StatusCode::FORBIDDEN, code, format!("this sandbox may not reach {host}: {why}"), ASK_OWNER)
     }
 
+    pub(crate) fn denied(decision: &Decision, host: &str) -> Self {
+        Self::closed(decision.reason, host, &decision.reason.to_string())
+    }
+
+    fn closed(reason: Reason, host: &str, why: &str) -> Self {
+        let hint = match reason {
+            Reason::Operator | Reason::PrivateAddress | Reason::HostAddress => ASK_OPERATOR,
+            Reason::MetadataAddress => ASK_NOBODY,
+            Reason::Rule | Reason::Default | Reason::NothingInCommon | Reason::RequestsAreRead => ASK_OWNER,
+        };
+        Self { hint, ..Self::policy(reason.code(), host, why) }
+    }
+
     pub(crate) fn dial(error: &DialError, host: &str) -> Self {
-        if error.is_denied() {
-            return Self::policy(error.code(), host, &error.message());
+        if let DialError::Denied(decision, _) = error {
+            return Self::closed(decision.reason, host, &error.message());
         }
         let message = format!("{host} was not reached: {}", error.message());
         Self::new(StatusCode::BAD_GATEWAY, error.code(), message, "the policy allows it; try again later")
@@ -64,9 +84,10 @@ impl Refusal {
         Self { close: true, ..Self::new(StatusCode::METHOD_NOT_ALLOWED, "no_proxy", message, hint) }
     }
 
-    pub(crate) fn rule(host: &str, rule: &str) -> Self {
-        let message = format!("rule {rule} of this sandbox's policy refuses the request to {host}");
-        Self::new(StatusCode::FORBIDDEN, "http_rule", message, ASK_OWNER)
+    pub(crate) fn rule(host: &str, rule: &str, is_operators: bool) -> Self {
+        let (whose, hint) = if is_operators { ("the operator's", ASK_OPERATOR) } else { ("this sandbox's", ASK_OWNER) };
+        let message = format!("rule {rule} of {whose} policy refuses the request to {host}");
+        Self::new(StatusCode::FORBIDDEN, "http_rule", message, hint)
     }
 
     pub(crate) fn too_large(limit: usize) -> Self {

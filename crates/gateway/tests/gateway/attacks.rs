@@ -23,7 +23,7 @@
 //! | CONNECT, targets at another host | 405, 421 | `requests::proxies_are_not_offered` |
 //! | smuggling | refused, or framed anew | `requests::nothing_is_smuggled`, [`line_ends_of_other_kinds_smuggle_nothing`] |
 //! | a second request to another host | judged on its own | `requests::clear_text_requests_reach_their_host_and_no_other` |
-//! | HTTP/2: too many streams, resets in a row, large heads | bounded, the connection ends | [`floods_of_streams_and_heads_are_bounded`] |
+//! | HTTP/2: too many streams, resets in a row, large heads, heads without an end | bounded, the connection ends | [`floods_of_streams_and_heads_are_bounded`] |
 //! | HTTP/2 in clear text | reset | `tls::other_protocols_and_silence_on_web_ports_are_reset` |
 //! | WebSocket | the handshake is judged as a request, tokens in it too; ends with its rule | [`a_websockets_handshake_is_judged_as_a_request`], `requests::websockets_work_through_interception` |
 //! | paths read in two ways | match no rule that gives something | `secrets::rules_inject_headers_on_their_path_only`, `requests::rules_on_method_path_and_headers_decide_in_order` |
@@ -65,6 +65,7 @@ use tokio::{
 };
 
 use super::{
+    guest::Guest,
     servers::{Http1, Reply, full, get, http2},
     world::World,
 };
@@ -101,6 +102,43 @@ async fn line_ends_of_other_kinds_smuggle_nothing() {
     }
 }
 
+const HEADERS: u8 = 1;
+const GOAWAY: u8 = 7;
+const CONTINUATION: u8 = 9;
+const ENHANCE_YOUR_CALM: u32 = 11;
+
+/// A frame of HTTP/2.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// Sends frames over a connection of their own until it ends, and returns the code of the GOAWAY that came before.
+async fn flood(world: &World, guest: &Guest, frames: Vec<u8>) -> Option<u32> {
+    let tls = world.connect_tls(guest, "good.example", true, &["h2"]).await.unwrap();
+    let (mut reader, mut writer) = tokio::io::split(tls);
+    let sending = tokio::spawn(async move {
+        let preface = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", &frame(4, 0, 0, &[])[..]].concat();
+        // It breaks off when the other side has had enough.
+        let _ = writer.write_all(&[preface, frames].concat()).await;
+        writer
+    });
+    let mut said = Vec::new();
+    let _ = reader.read_to_end(&mut said).await;
+    drop(sending.await.unwrap());
+    let (mut rest, mut code) = (&said[..], None);
+    while let Some((head, more)) = rest.split_first_chunk::<9>() {
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
+        // The end may come in the middle of a frame.
+        let Some((payload, more)) = more.split_at_checked(length) else { break };
+        if head[3] == GOAWAY {
+            code = Some(u32::from_be_bytes(payload[4..8].try_into().unwrap()));
+        }
+        rest = more;
+    }
+    code
+}
+
 #[tokio::test]
 async fn floods_of_streams_and_heads_are_bounded() {
     let world = World::new();
@@ -124,37 +162,21 @@ async fn floods_of_streams_and_heads_are_bounded() {
     assert!(answer.is_err() || answer.is_ok_and(|answer| answer.status() == 431));
     // Streams that are opened and reset in a row end the connection.
     let before = server.count();
-    let tls = world.connect_tls(&guest, "good.example", true, &["h2"]).await.unwrap();
-    let (mut stream, mut reader) = {
-        let (reader, writer) = tokio::io::split(tls);
-        (writer, reader)
-    };
-    let mut sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    sent.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
     // `:method GET`, `:scheme https`, `:path /` of the static table; `:authority` literal.
-    let mut block = vec![0x82, 0x87, 0x84, 0x41, 12];
-    block.extend(b"good.example");
-    for id in (1..40_001_u32).step_by(2) {
-        sent.extend([0, 0, block.len() as u8, 1, 5]);
-        sent.extend(id.to_be_bytes());
-        sent.extend(&block);
-        sent.extend([0, 0, 4, 3, 0]);
-        sent.extend(id.to_be_bytes());
-        sent.extend([0, 0, 0, 8]);
-    }
-    let flood = tokio::spawn(async move {
-        // It breaks off when the other side has had enough.
-        let _ = stream.write_all(&sent).await;
-        stream
-    });
-    let mut said = Vec::new();
-    let _ = reader.read_to_end(&mut said).await;
-    drop(flood.await.unwrap());
-    // GOAWAY: frame type 7, code 11, "enhance your calm".
-    let goaway = said.windows(9).position(|frame| frame[3] == 7 && frame[..3] != [0, 0, 0]);
-    assert!(goaway.is_some(), "the connection ended with a word");
+    let block = [&[0x82, 0x87, 0x84, 0x41, 12], &b"good.example"[..]].concat();
+    let resets =
+        (1..40_001).step_by(2).map(|id| [frame(HEADERS, 5, id, &block), frame(3, 0, id, &[0, 0, 0, 8])].concat());
+    assert_eq!(flood(&world, &guest, resets.collect::<Vec<_>>().concat()).await, Some(ENHANCE_YOUR_CALM));
     let asked = server.count() - before;
     assert!(asked < 2_000, "{asked} of 20,000 requests got through");
+    // A head without an end, in pieces with something in them and in empty ones.
+    let before = server.count();
+    for piece in [&[0x40, 1, b'x', 1, b'y'][..], &[]] {
+        let pieces = (0..40_000).flat_map(|_| frame(CONTINUATION, 0, 1, piece));
+        let sent = frame(HEADERS, 1, 1, &block).into_iter().chain(pieces).collect();
+        assert_eq!(flood(&world, &guest, sent).await, Some(ENHANCE_YOUR_CALM), "pieces of {}", piece.len());
+    }
+    assert_eq!(server.count(), before);
     // Others are served as before.
     let reply = world.get_inside(&guest, Request::get("/").header(header::HOST, "good.example")).await;
     assert_eq!(reply.status, 200);

@@ -55,6 +55,40 @@ async fn clear_text_requests_reach_their_host_and_no_other() {
 }
 
 #[tokio::test]
+async fn a_refusal_says_who_could_allow_it() {
+    let world = World::with(|config| config.floor.deny_names = vec!["floor.example".to_owned()]);
+    for name in ["floor.example", "bound.example", "asked.example", "own.example", "other.example"] {
+        world.http(name, "93.184.216.34").await;
+    }
+    world.name("private.example", &["10.0.0.1"]);
+    world.name("metadata.example", &["169.254.169.254"]);
+    let bound = json!({
+        "rules": [{"action": "deny", "names": ["bound.example"]}],
+        "http": [{"hosts": ["asked.example"], "action": "deny", "scheme": "http"}],
+    });
+    let own = json!({
+        "rules": [{"action": "deny", "names": ["own.example"]}, {"action": "allow", "names": ["*"]}],
+        "http": [{"hosts": ["other.example"], "action": "deny", "scheme": "http"}],
+    });
+    let bound = serde_json::from_value(bound).unwrap();
+    let (guest, _attachment) = world.attach_with(own, |spec| spec.policy.insert(0, bound));
+    for (name, code, who) in [
+        ("floor.example", "operator", "the operator of this deployment closed it"),
+        ("bound.example", "operator", "the operator of this deployment closed it"),
+        ("asked.example", "http_rule", "the operator of this deployment closed it"),
+        ("private.example", "private_address", "the operator of this deployment closed it"),
+        ("metadata.example", "metadata_address", "closed in every deployment"),
+        ("own.example", "rule", "the sandbox's owner can allow it"),
+        ("other.example", "http_rule", "the sandbox's owner can allow it"),
+    ] {
+        let reply = Http1::over(guest.connect_name(name, 80).await.unwrap()).await.send(get(name, "/")).await;
+        let hint = reply.json()["error"]["hint"].as_str().unwrap().to_owned();
+        assert_eq!((reply.status.as_u16(), reply.code().as_str()), (403, code), "{name}");
+        assert!(hint.contains(who), "{name}: {hint}");
+    }
+}
+
+#[tokio::test]
 async fn fronting_inside_intercepted_tls_is_refused_in_both_protocols() {
     let world = World::new();
     let server = world.https("good.example", "93.184.216.34", &["h2", "http/1.1"]).await;

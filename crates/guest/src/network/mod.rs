@@ -4,6 +4,7 @@
 //! are right in every machine restored from it.
 
 mod interface;
+mod keystore;
 mod sockets;
 mod trust;
 

@@ -2,7 +2,7 @@
 //!
 //! The certificate is appended to the bundle most programs read, and the environment names the bundle to those that
 //! read another by themselves. It is put where the distribution's tools look for local ones, too, so that a bundle
-//! that is made anew still has it.
+//! that is made anew still has it, and into the [store](keystore) of Java.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,10 @@ use std::{
     path::Path,
 };
 
+use base64::{Engine as _, engine::general_purpose::STANDARD};
 use stockade_wire::machine::Authority;
+
+use super::keystore;
 
 /// Where distributions keep all certificates in one file: Debian and Alpine, Fedora, SUSE.
 const BUNDLES: [&str; 3] =
@@ -22,6 +25,10 @@ const LOCAL: [&str; 2] = ["/usr/local/share/ca-certificates", "/etc/pki/ca-trust
 const FILE: &str = "stockade.crt";
 /// A directory of certificates by the checksum of their subject, as OpenSSL reads it.
 const BY_SUBJECT: &str = "/etc/ssl/certs";
+/// What Debian's JDKs look for there when they are installed.
+const PEM: &str = "stockade.pem";
+/// What the JDKs of distributions read: Debian and Alpine, Fedora.
+const KEYSTORES: [&str; 2] = ["/etc/ssl/certs/java/cacerts", "/etc/pki/ca-trust/extracted/java/cacerts"];
 /// Read the bundle.
 const BUNDLE_VARIABLES: [&str; 9] = [
     "AWS_CA_BUNDLE",
@@ -47,9 +54,13 @@ pub(crate) fn trust(authority: &Authority) -> io::Result<Trusted> {
     if fs::read_to_string(&file).is_ok_and(|there| there == authority.certificate) {
         // Everything else was done with it.
     } else {
+        let der = der(&authority.certificate)?;
+        for store in KEYSTORES {
+            keystore::append(Path::new(store), &der)?;
+        }
+        link_by_subject(&file, &authority.subject_hash)?;
         fs::create_dir_all(local)?;
         fs::write(&file, &authority.certificate)?;
-        link_by_subject(&file, &authority.subject_hash)?;
     }
     let bundle = BUNDLES.iter().map(Path::new).find(|bundle| bundle.is_file()).unwrap_or(Path::new(BUNDLES[0]));
     append(bundle, &authority.certificate)?;
@@ -65,11 +76,20 @@ fn link_by_subject(file: &Path, hash: &str) -> io::Result<()> {
     if !directory.is_dir() || hash.len() != 8 || !hash.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Ok(());
     }
-    let link = directory.join(format!("{hash}.0"));
-    match fs::remove_file(&link) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => symlink(file, link),
+    for name in [&format!("{hash}.0"), PEM] {
+        let link = directory.join(name);
+        match fs::remove_file(&link) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => symlink(file, link)?,
+        }
     }
+    Ok(())
+}
+
+/// A certificate without its armour.
+fn der(pem: &str) -> io::Result<Vec<u8>> {
+    let text: String = pem.lines().filter(|line| !line.starts_with('-')).map(str::trim).collect();
+    STANDARD.decode(text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 /// Appends the certificate unless the bundle ends with it.

@@ -130,7 +130,7 @@ impl Network {
         let settings = self.settings_of(record.as_ref())?;
         match self.control(sandbox) {
             Some(control) if settings.revision != revision => {
-                control.set_policy(&self.layers(&settings)?).map(drop).map_err(super::settings::policy_error)
+                control.set_policy(&self.layers(&settings)?).map(drop).map_err(|error| settings.refused(error))
             }
             _ => Ok(()),
         }

@@ -162,8 +162,9 @@ impl Network {
             attached: Mutex::default(),
             changes: tokio::sync::Mutex::default(),
         };
-        let layers = network.layers(&Settings::first(network.default.clone(), BTreeMap::new())?)?;
-        network.check(&layers).map_err(|error| failed(format!("the operator's settings: {error}")))?;
+        network
+            .check(&Settings::first(network.default.clone(), BTreeMap::new())?)
+            .map_err(|error| failed(format!("the operator's settings: {error}")))?;
         Ok(network)
     }
 
@@ -173,8 +174,8 @@ impl Network {
     }
 
     /// Whether the gateway can honour them.
-    pub(crate) fn check(&self, layers: &[Policy]) -> Result<(), ServiceError> {
-        self.gateway.check_policy(layers).map_err(settings::policy_error)
+    pub(crate) fn check(&self, settings: &Settings) -> Result<(), ServiceError> {
+        self.gateway.check_policy(&self.layers(settings)?).map_err(|error| settings.refused(error))
     }
 
     fn attached(&self) -> MutexGuard<'_, HashMap<MachineId, Attached>> {

@@ -107,7 +107,32 @@ struct Token {
     text: String,
 }
 
-pub(crate) fn policy_error(error: PolicyError) -> ServiceError {
+/// Variables without which programs do not run, or by which they are made to run another way; `LD_*` besides.
+const RESERVED_VARIABLES: [&str; 21] = [
+    "AWS_CA_BUNDLE",
+    "BASH_ENV",
+    "CARGO_HTTP_CAINFO",
+    "CURL_CA_BUNDLE",
+    "DENO_CERT",
+    "ENV",
+    "GIT_SSL_CAINFO",
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+    "HOME",
+    "IFS",
+    "LANG",
+    "LOGNAME",
+    "NODE_EXTRA_CA_CERTS",
+    "PATH",
+    "PIP_CERT",
+    "PWD",
+    "REQUESTS_CA_BUNDLE",
+    "SHELL",
+    "SSL_CERT_FILE",
+    "TERM",
+    "USER",
+];
+
+fn policy_error(error: &PolicyError) -> ServiceError {
     ServiceError::Invalid { field: "network", problem: error.to_string() }
 }
 
@@ -157,7 +182,7 @@ impl Settings {
             None => {
                 let NetworkSpec { internet, allow, deny, .. } = self.spec.clone();
                 let simple = SimplePolicy { internet: internet.unwrap_or(true), allow, deny };
-                simple.to_policy().map_err(policy_error)?
+                simple.to_policy().map_err(|error| policy_error(&error))?
             }
         };
         policy.revision = self.revision;
@@ -174,6 +199,25 @@ impl Settings {
             })
         }));
         Ok(policy)
+    }
+
+    /// Why its policy is refused, by the place in what was written.
+    pub(crate) fn refused(&self, error: PolicyError) -> ServiceError {
+        let PolicyError { field, problem } = &error;
+        // Those of secrets come after the written ones.
+        let written = self.spec.policy.as_ref().map_or(0, |policy| policy.substitutions.len());
+        let of_secret = || {
+            let (at, rest) = field.strip_prefix("substitutions[")?.split_once(']')?;
+            Some(format!("secrets[{}]{rest}", at.parse::<usize>().ok()?.checked_sub(written)?))
+        };
+        let field = match of_secret() {
+            Some(field) => field,
+            None if field.starts_with("bounds.") || field.starts_with("floor.") => field.clone(),
+            None if self.spec.policy.is_some() => format!("policy.{field}"),
+            None if field == "rules" => "allow and deny".to_owned(),
+            None => field.clone(),
+        };
+        policy_error(&PolicyError { field, problem: problem.clone() })
     }
 
     /// What the guest's processes hold in place of secrets.
@@ -251,6 +295,10 @@ fn check(spec: &NetworkSpec) -> Result<(), ServiceError> {
         let is_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
         if used.env.is_empty() || used.env.starts_with(|c: char| c.is_ascii_digit()) || !used.env.bytes().all(is_name) {
             return invalid(format!("secrets[{at}].env: {} is no name of an environment variable", quoted(&used.env)));
+        }
+        if RESERVED_VARIABLES.contains(&&*used.env) || used.env.starts_with("LD_") {
+            let name = shortened(&used.env);
+            return invalid(format!("secrets[{at}].env: {name} is one that programs need as it is; take another name"));
         }
         if !seen.insert(&used.env) {
             return invalid(format!("secrets[{at}].env: {} is there twice", shortened(&used.env)));

@@ -54,7 +54,7 @@ impl Network {
                 Settings::first(spec, hosts)?
             }
         };
-        self.check(&self.layers(&settings)?)?;
+        self.check(&settings)?;
         Ok(settings)
     }
 
@@ -145,13 +145,12 @@ impl Service {
         let _turn = network.changes.lock().await;
         let old = self.network_settings(who, id).await?;
         let new = old.changed(spec, &hosts)?;
-        let layers = network.layers(&new)?;
-        network.check(&layers)?;
+        network.check(&new)?;
         let json = new.to_json();
         core.store().put_network_settings(id.as_str(), &json).await.map_err(store_error)?;
         let control = network.control(id);
         if let Some(control) = &control {
-            control.set_policy(&layers).map_err(super::settings::policy_error)?;
+            control.set_policy(&network.layers(&new)?).map_err(|error| new.refused(error))?;
         }
         if new.env() != old.env() {
             self.tell_environment(id, new.env()).await?;
@@ -178,9 +177,10 @@ impl Service {
             ));
         }
         let network = self.handle.core.network()?;
-        let layers = network.layers(&self.network_settings(who, id).await?)?;
+        let settings = self.network_settings(who, id).await?;
+        let layers = network.layers(&settings)?;
         let explained = network.gateway.explain(&layers, &method, &url).await;
-        let mut explained = explained.map_err(super::settings::policy_error)?;
+        let mut explained = explained.map_err(|error| settings.refused(error))?;
         network.explain_secrets(&who.workspace, &mut explained).await?;
         Ok(explained)
     }

@@ -123,7 +123,7 @@ impl Session {
         let rule = decision.rule.map(str::to_owned);
         match decision.action {
             CompiledAction::Deny => {
-                let refusal = Refusal::rule(&host, rule.as_deref().unwrap_or("unnamed"));
+                let refusal = Refusal::rule(&host, rule.as_deref().unwrap_or("unnamed"), decision.is_operators);
                 return Ok(Outcome { more: Facts { rule, ..Facts::default() }, ..self.refused(&refusal) });
             }
             CompiledAction::Respond { status, headers, body } => {
@@ -175,14 +175,14 @@ impl Session {
     fn still_allowed(&self, policy: &CompiledPolicy, host: &str) -> Result<(), Refusal> {
         let decision = self.sandbox.judge(policy, &self.target, None);
         if !decision.allowed {
-            return Err(Refusal::policy(decision.reason.code(), host, &decision.reason.to_string()));
+            return Err(Refusal::denied(&decision, host));
         }
         if self.target.name.is_none() && normalize_name(host).is_some() && decision.rule.is_none() {
             let own = self.sandbox.shared.out.host_addresses.get();
             let destination = Destination::Resolved(host, self.target.address.into());
             let by_name = policy.connect(destination, self.target.port, &own);
             if !by_name.allowed {
-                return Err(Refusal::policy(by_name.reason.code(), host, &by_name.reason.to_string()));
+                return Err(Refusal::denied(&by_name, host));
             }
         }
         Ok(())
