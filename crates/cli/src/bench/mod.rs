@@ -4,8 +4,9 @@
 //! no server                  the network, direct and through a gateway, from a network namespace
 //! server with the pool off   restore -> first output, in turn with the bare emulator's restore
 //!                            command and file round trips, transfers, memory of idle sandboxes
+//!                            one flow and first connections from a guest, through the gateway and without
 //!                            snapshots, forks, pauses and resumes, beside the bare emulator's own halts
-//! server with a pool         claim -> first output; creates per second at 1, 4, 16 in flight
+//! server with a pool         claim -> first output, first connection; creates per second at 1, 4, 16 in flight
 //! ```
 //!
 //! With `--idle N` nothing of that, but requests on an empty server and beside N idle sandboxes. With `--e2b PYTHON`
@@ -36,6 +37,7 @@ mod rounds;
 mod server;
 
 use measure::Samples;
+use network::guest::{self, World};
 use report::{Host, Measure, Report};
 use server::{Shared, Throwaway};
 
@@ -78,7 +80,8 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     // First: it needs no server, and nothing else should run beside it.
     let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
     ui.note("starting a server without a pool (the first time this builds the base template)");
-    let server = Throwaway::start(&shared, accel, 0, &[]).await?;
+    let world = World::start()?;
+    let server = Throwaway::start(&shared, accel, 0, &world.arguments()).await?;
     let host = Host::look(&server).await?;
     if let Some(count) = args.idle {
         let measured = crowd::measure(&server, count, n, ui).await;
@@ -88,7 +91,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     let outcome = without_pool(&server, n, ui, &mut measures).await;
     server.stop().await?;
     let outcome = match outcome {
-        Ok(()) => with_pool(&shared, accel, n, ui, &mut measures).await,
+        Ok(()) => with_pool(&shared, accel, &world, n, ui, &mut measures).await,
         failed => failed,
     };
     // What was measured before something failed is worth telling.
@@ -99,6 +102,8 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
 async fn without_pool(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<Measure>) -> Result<(), Failure> {
     measures.extend(restores(server, n, ui).await?);
     measures.extend(round_trips(server, n, ui).await?);
+    measures.extend(guest::throughput(server, ui).await?);
+    measures.extend(guest::first_connections(server, 0, n, ui).await?);
     measures.extend(idle_memory(server, ui).await?);
     lifecycle::measure(server, n, ui, measures).await
 }
@@ -106,14 +111,16 @@ async fn without_pool(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<M
 async fn with_pool(
     shared: &Shared,
     accel: &'static str,
+    world: &World,
     n: usize,
     ui: Ui,
     measures: &mut Vec<Measure>,
 ) -> Result<(), Failure> {
     ui.note("starting a server with a pool");
-    let server = Throwaway::start(shared, accel, POOL, &[]).await?;
+    let server = Throwaway::start(shared, accel, POOL, &world.arguments()).await?;
     let stages = async {
         measures.push(claims(&server, n, ui).await?);
+        measures.extend(guest::first_connections(&server, POOL, n, ui).await?);
         for in_flight in IN_FLIGHT {
             measures.extend(creates(&server, n, in_flight, ui).await?);
         }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use futures::{StreamExt as _, pin_mut, stream};
 use reqwest::Body;
+use serde_json::Value;
 use stockade_model::Secret;
 
 use super::{measure::Samples, server::Throwaway};
@@ -58,6 +59,32 @@ pub(super) async fn create_from(client: &Client, template: &str) -> Result<(Stri
     let start = Instant::now();
     let sandbox = client.create(&CreateRequest { template: template.to_owned(), ..create_request() }).await?;
     Ok((sandbox.id, milliseconds(start)))
+}
+
+/// The same with a network of its own.
+pub(super) async fn create_with(client: &Client, network: Value) -> Result<(String, f64), Failure> {
+    let start = Instant::now();
+    let sandbox = client.create(&CreateRequest { network: Some(network), ..create_request() }).await?;
+    Ok((sandbox.id, milliseconds(start)))
+}
+
+/// From the answer to a request for a sandbox with such a network to the first byte a command in it wrote, which must be
+/// the right one.
+pub(super) async fn answer_to_output(
+    client: &Client,
+    network: Value,
+    argv: &[&str],
+    output: &[u8],
+) -> Result<f64, Failure> {
+    let (id, _) = create_with(client, network).await?;
+    let start = Instant::now();
+    let result = client.collect(&id, &command(argv), true).await;
+    let elapsed = milliseconds(start);
+    client.kill(&id).await?;
+    match result?.stdout {
+        written if !written.is_empty() && output.starts_with(&written) => Ok(elapsed),
+        other => Err(Failure::new("bench_output", format!("{argv:?} wrote {:?}", String::from_utf8_lossy(&other)))),
+    }
 }
 
 /// A command that does nothing, from request to exit.
@@ -140,6 +167,15 @@ pub(super) async fn output_of(client: &Client, id: &str, argv: &[&str]) -> Resul
     let collected = client.collect(id, &command(argv), false).await?;
     match collected.exit.and_then(|exit| exit.code) {
         Some(0) if !collected.stdout.is_empty() => Ok(milliseconds(start)),
+        other => Err(Failure::new("bench_exit", format!("{argv:?} ended with {other:?}"))),
+    }
+}
+
+/// What a command that succeeds writes.
+pub(super) async fn stdout_of(client: &Client, id: &str, argv: &[&str]) -> Result<String, Failure> {
+    let collected = client.collect(id, &command(argv), false).await?;
+    match collected.exit.and_then(|exit| exit.code) {
+        Some(0) => Ok(String::from_utf8_lossy(&collected.stdout).into_owned()),
         other => Err(Failure::new("bench_exit", format!("{argv:?} ended with {other:?}"))),
     }
 }

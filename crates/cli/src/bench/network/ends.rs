@@ -6,6 +6,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -16,6 +17,9 @@ use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection, Str
 const BLOCK: usize = 128 << 10;
 /// Thousands of these wait for a byte.
 const STACK: usize = 64 << 10;
+
+/// In the place of a kind: see [`hold`].
+const FORGET: u8 = b'f';
 
 /// What a plain server does with a connection: its first byte says.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -56,6 +60,58 @@ fn listen(serve: impl Fn(TcpStream) -> io::Result<()> + Clone + Send + 'static) 
         }
     });
     Ok(port)
+}
+
+/// A server that returns a connection's first byte and keeps it, with no thread for each, until it is told to forget them;
+/// its port.
+pub(super) fn hold() -> io::Result<u16> {
+    let (bound, port) = mpsc::channel();
+    thread::spawn(move || {
+        let listen = || {
+            own_descriptors()?;
+            let listener = TcpListener::bind("127.0.0.1:0")?;
+            Ok((listener.local_addr()?.port(), listener))
+        };
+        match listen() {
+            Ok((port, listener)) => {
+                drop(bound.send(Ok(port)));
+                hold_all(&listener);
+            }
+            Err(error) => drop(bound.send(Err(error))),
+        }
+    });
+    port.recv().map_err(io::Error::other)?
+}
+
+fn hold_all(listener: &TcpListener) {
+    let mut held = Vec::new();
+    for mut stream in listener.incoming().flatten() {
+        let mut kind = [0];
+        if stream.read_exact(&mut kind).and_then(|()| stream.write_all(&kind)).is_err() {
+            continue;
+        }
+        held.push(stream);
+        if kind[0] == FORGET {
+            held.clear();
+        }
+    }
+}
+
+/// Gives this thread, and those it starts, a table of descriptors of their own with the standard ones alone in it. How
+/// many may be open is counted in each table.
+pub(super) fn own_descriptors() -> io::Result<()> {
+    let (first, last) = (3 as libc::c_uint, libc::c_uint::MAX);
+    // SAFETY: no pointers are involved, and what is closed are copies that nothing in the new table's threads knows of.
+    let done = unsafe { libc::syscall(libc::SYS_close_range, first, last, libc::CLOSE_RANGE_UNSHARE) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Has a server that holds connections close them.
+pub(super) fn forget(to: SocketAddr) -> io::Result<()> {
+    let mut stream = TcpStream::connect(to)?;
+    stream.write_all(&[FORGET])?;
+    // It closes this one as well, after all the others.
+    stream.read_to_end(&mut Vec::new()).map(drop)
 }
 
 fn serve_one(mut stream: TcpStream) -> io::Result<()> {

@@ -34,6 +34,7 @@ pub(super) const INTERCEPTED: &str = "read.bench.example";
 
 const PUBLIC: Ipv4Addr = Ipv4Addr::new(93, 184, 216, 34);
 const RAW_PORT: u16 = 9_000;
+const IDLE_PORT: u16 = 9_001;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -62,6 +63,9 @@ pub(super) struct Lab {
     /// The plain server, from the host and from inside.
     pub(super) direct: SocketAddr,
     pub(super) raw: SocketAddr,
+    /// The server that holds connections, from the host and from inside.
+    pub(super) direct_idle: SocketAddr,
+    pub(super) idle: SocketAddr,
     /// The TLS server, from the host and by its two names from inside.
     pub(super) direct_tls: SocketAddr,
     pub(super) passed: SocketAddr,
@@ -69,20 +73,25 @@ pub(super) struct Lab {
     /// Trusts the server itself, and the gateway's authority.
     pub(super) servers_tls: Arc<ClientConfig>,
     pub(super) guests_tls: Arc<ClientConfig>,
-    _attachment: Attachment,
+    attachment: Attachment,
     _runtime: tokio::runtime::Runtime,
 }
 
 /// Leads everything to our servers.
 struct ToLoopback {
     plain: u16,
+    idle: u16,
     tls: u16,
 }
 
 #[async_trait::async_trait]
 impl Dialer for ToLoopback {
     async fn dial(&self, address: SocketAddr) -> io::Result<BoxIo> {
-        let port = if address.port() == RAW_PORT { self.plain } else { self.tls };
+        let port = match address.port() {
+            RAW_PORT => self.plain,
+            IDLE_PORT => self.idle,
+            _ => self.tls,
+        };
         let stream = tokio::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
         stream.set_nodelay(true)?;
         Ok(Box::new(stream))
@@ -103,14 +112,19 @@ impl Resolver for OneAddress {
 }
 
 impl Lab {
+    /// Connections the gateway has now.
+    pub(super) fn flows(&self) -> usize {
+        self.attachment.stats().flows
+    }
+
     pub(super) fn start() -> io::Result<Self> {
         let (inside, device) = enter_namespace()?;
         let (host, todo) = Worker::start();
         thread::spawn(move || todo.into_iter().for_each(|job| job()));
         let (roots, server) = tls().map_err(io::Error::other)?;
-        let ports = ToLoopback { plain: ends::serve()?, tls: ends::serve_tls(server)? };
+        let ports = ToLoopback { plain: ends::serve()?, idle: ends::hold()?, tls: ends::serve_tls(server)? };
         let loopback = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let (direct, direct_tls) = (loopback(ports.plain), loopback(ports.tls));
+        let (direct, direct_idle, direct_tls) = (loopback(ports.plain), loopback(ports.idle), loopback(ports.tls));
         let (certificate, key) = CertificateAuthority::generate("Stockade bench").map_err(io::Error::other)?;
         let guests_tls = client(&trusting(&certificate)?)?;
         let authority = CertificateAuthority::from_pem(&certificate, &key).map_err(io::Error::other)?;
@@ -129,12 +143,14 @@ impl Lab {
             inside,
             direct,
             raw: SocketAddr::from((PUBLIC, RAW_PORT)),
+            direct_idle,
+            idle: SocketAddr::from((PUBLIC, IDLE_PORT)),
             direct_tls,
             passed: by_name(0),
             intercepted: by_name(1),
             servers_tls: client(&roots)?,
             guests_tls,
-            _attachment: attachment,
+            attachment,
             _runtime: runtime,
         })
     }
@@ -151,6 +167,7 @@ fn spec() -> AttachSpec {
     spec.framing = Framing::OnePerCallWithVnetHeader;
     // What is measured is how fast it is, not where it stops.
     spec.limits.new_flows_per_second = 1_000_000;
+    spec.limits.flows = 65_536;
     spec
 }
 

@@ -6,9 +6,12 @@
 //! client threads ───────────────────── loopback ─────────────── server threads      "direct"
 //! ```
 //!
-//! No machine is part of it: this is what a guest that costs nothing would see.
+//! No machine is part of it: this is what a guest that costs nothing would see. What one sees that is there is in
+//! [`guest`].
 
 mod ends;
+pub(super) mod guest;
+mod idle;
 mod lab;
 
 use std::{
@@ -33,6 +36,8 @@ struct Scale {
     pings: usize,
     connects: usize,
     flows: usize,
+    /// Of which nothing but the memory is looked at.
+    idle_flows: usize,
     fetched_bytes: usize,
 }
 
@@ -42,6 +47,7 @@ const FULL: Scale = Scale {
     pings: 1_000,
     connects: 300,
     flows: 2_000,
+    idle_flows: 10_000,
     fetched_bytes: 64 << 20,
 };
 
@@ -92,6 +98,7 @@ impl Pair {
 }
 
 fn rows(lab: &Lab, scale: Scale) -> io::Result<Vec<Measure>> {
+    let idle = idle::memory(lab, scale.idle_flows)?;
     let mut rows = Vec::new();
     for (name, kind, flows) in
         [("1 flow in", Kind::Down, 1), ("1 flow out", Kind::Up, 1), ("8 flows in", Kind::Down, 8)]
@@ -105,6 +112,7 @@ fn rows(lab: &Lab, scale: Scale) -> io::Result<Vec<Measure>> {
     let pair = Pair::take(lab, scale.rounds, |worker, to| worker.run(move || connects(to, scale.connects)));
     rows.extend(pair.rows("new connections, one after another", "1/s"));
     rows.extend(many_flows(lab, scale)?);
+    rows.extend(idle);
     rows.extend(tls(lab, scale)?);
     Ok(rows)
 }
@@ -205,6 +213,7 @@ mod tests {
             pings: 20,
             connects: 20,
             flows: 50,
+            idle_flows: 200,
             fetched_bytes: 1 << 20,
         };
         let rows = serde_json::to_value(rows(&lab, scale).expect("measured")).expect("JSON");
@@ -212,6 +221,6 @@ mod tests {
             println!("{} {} {}", row["name"], row["p50"], row["unit"]);
             assert!(row["p50"].as_f64().is_some_and(|value| value > 0.0) && row["failures"] == 0, "{row}");
         }
-        assert_eq!(rows.as_array().map(Vec::len), Some(25));
+        assert_eq!(rows.as_array().map(Vec::len), Some(27));
     }
 }
