@@ -80,11 +80,17 @@ async fn a_disk_that_fills_up_in_the_middle_leaves_nothing_and_its_machine_runs_
         while names(&watched).len() < 2 {
             std::thread::yield_now();
         }
-        // The guest keeps what it needs to write; memory does not fit any more.
-        let free = nix::sys::statvfs::statvfs(watched.parent().expect("has one")).expect("read");
-        let bytes = free.blocks_available() * free.fragment_size() - (24 << 20);
+        // The guest keeps what it needs to write; memory does not fit any more. It is being written already: what was
+        // free a moment ago need not be.
         let file = fs::File::create(&filler).expect("created");
-        nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, bytes as i64).expect("filled");
+        let fill = || {
+            let free = nix::sys::statvfs::statvfs(watched.parent().expect("has one")).expect("read");
+            let bytes = (free.blocks_available() * free.fragment_size()).saturating_sub(24 << 20);
+            nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, bytes.max(1) as i64)
+        };
+        while let Err(error) = fill() {
+            assert_eq!(error, nix::Error::ENOSPC);
+        }
         filler
     });
     let directory = rig.snapshot_dir();
