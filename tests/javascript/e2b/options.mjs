@@ -1,7 +1,7 @@
 // Every option the SDK documents, seen to have its effect; the others are in refused.mjs.
 import assert from "node:assert/strict";
 import { CommandExitError, E2B, Sandbox, Secret } from "e2b";
-import { test } from "./compat.mjs";
+import { isCurrent, test } from "./compat.mjs";
 
 const text = (data) => new TextEncoder().encode(data);
 const mark = () => ({ mark: crypto.randomUUID() });
@@ -27,6 +27,26 @@ export default function options(box) {
     assert.equal((await made.commands.run("echo $GIVEN")).stdout, "1 2\n");
     assert.deepEqual(await Sandbox.getFullInfo(made.sandboxId), await made.getInfo());
     assert.equal(await made.betaPause({ keepMemory: false }), true);
+    await made.kill();
+  });
+
+  test("a timeout may keep the disk alone", async () => {
+    const made = await Sandbox.create({ lifecycle: { onTimeout: { action: "pause", keepMemory: false } } });
+    await made.files.write("kept", "here");
+    await made.setTimeout(0);
+    assert.equal((await made.getInfo()).state, "paused");
+    await made.connect({ timeoutMs: 300_000 });
+    assert.equal(await made.files.read("kept"), "here");
+    await made.kill();
+  });
+
+  test("memory that was kept is dropped where a reboot is asked for", async (context) => {
+    if (!isCurrent()) return context.skip("this release cannot ask for it");
+    const made = await Sandbox.create({ timeoutMs: 300_000 });
+    const { pid } = await made.commands.run("sleep 1000", { background: true });
+    assert.equal(await made.pause({ keepMemory: true }), true);
+    await made.connect({ onResume: "reboot", timeoutMs: 300_000 });
+    assert.ok(!(await made.commands.list()).some((other) => other.pid === pid));
     await made.kill();
   });
 

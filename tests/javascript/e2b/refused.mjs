@@ -46,7 +46,6 @@ const SHAPES = { cpuCount: 8, memoryMB: 4096, minFreeDiskMb: 10 };
 const OF_CREATE = {
   iam: { iam: { tokens: { aws: Secret.iamToken({ audience: "sts.example", tokenType: "JWT-SVID" }) } } },
   volumeMounts: { volumeMounts: { "/data": "mine" } },
-  autoPauseMemory: { lifecycle: { onTimeout: { action: "pause", keepMemory: false } } },
   "network.httpsPorts": { network: { httpsPorts: [8443] } },
 };
 
@@ -91,12 +90,5 @@ export default function refused(box) {
     for (const [field, options] of known(OF_CREATE)) {
       await assert.rejects(Sandbox.create(options), new RegExp(`${field} is not supported`));
     }
-  });
-
-  test("memory that was kept is not thrown away", async (context) => {
-    if (!isCurrent()) return context.skip("this release cannot ask for it");
-    assert.equal(await box().pause({ keepMemory: true }), true);
-    await assert.rejects(box().connect({ onResume: "reboot" }), /memory false is not supported/);
-    await box().connect({ timeoutMs: 300_000 });
   });
 }

@@ -1,6 +1,7 @@
 """Every option the SDK documents, with either client: seen to have its effect, here or refused in test_refused.py."""
 
 import datetime
+import functools
 import inspect
 import io
 import uuid
@@ -171,8 +172,50 @@ def test_what_is_paused_without_memory_starts_anew(sdk):
     sandbox.kill()
 
 
+FILESYSTEM_ONLY = [{"keep_memory": False}, pytest.param({"mode": "filesystem"}, marks=pytest.mark.current)]
+
+
 @pytest.mark.machine
-@pytest.mark.parametrize("words", [{"keep_memory": False}, pytest.param({"mode": "filesystem"}, marks=pytest.mark.current)], ids=str)
+@pytest.mark.parametrize("words", FILESYSTEM_ONLY, ids=str)
+def test_a_timeout_may_keep_the_disk_alone(sdk, words):
+    sandbox = sdk.Sandbox.create(timeout=300, lifecycle={"on_timeout": {"action": "pause", **words}})
+    sandbox.files.write("kept", "here")
+    process = sandbox.commands.run("sleep 1000", background=True)
+    sandbox.set_timeout(1)
+    eventually(lambda: sandbox.get_info().state == SandboxState.PAUSED)
+    sandbox.connect(timeout=300)
+    assert sandbox.files.read("kept") == "here"
+    assert process.pid not in [other.pid for other in sandbox.commands.list()]
+    sandbox.kill()
+
+
+@pytest.mark.machine
+@pytest.mark.current
+def test_memory_that_was_kept_is_dropped_where_a_reboot_is_asked_for(sdk):
+    sandbox = sdk.Sandbox.create(timeout=300)
+    sandbox.commands.run("echo here > kept && sync")
+    process = sandbox.commands.run("sleep 1000", background=True)
+    assert sandbox.pause(mode="full")
+    sandbox.connect(timeout=300, on_resume="reboot")
+    assert sandbox.files.read("kept") == "here\n"
+    assert process.pid not in [other.pid for other in sandbox.commands.list()]
+    sandbox.kill()
+
+
+@pytest.mark.machine
+@pytest.mark.current
+def test_a_strict_pause_asks_the_guest_first(sdk):
+    sandbox = sdk.Sandbox.create(timeout=300)
+    pauses = [sandbox.pause, sandbox.beta_pause, functools.partial(sdk.Sandbox.beta_pause, sandbox.sandbox_id)]
+    for pause in pauses:
+        assert pause(strict=True)
+        sandbox.connect(timeout=300)
+    assert sandbox.is_running()
+    sandbox.kill()
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("words", FILESYSTEM_ONLY, ids=str)
 @pytest.mark.parametrize("pause", ["pause", "beta_pause"])
 def test_a_pause_without_memory_has_four_spellings(sdk, pause, words):
     sandbox = sdk.Sandbox.create(timeout=300)

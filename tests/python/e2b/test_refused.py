@@ -152,29 +152,3 @@ def test_what_a_network_cannot_have_is_refused_whatever_the_client(edge):
         answer = edge.api("POST", "/v2/sandboxes", key, json={"templateID": "base", "network": {field.split(".")[0]: value}})
         assert answer.status_code == 400
         assert f"network.{field} is not supported" in answer.json()["message"]
-
-
-@pytest.mark.parametrize("how", [{"keep_memory": False}, pytest.param({"mode": "filesystem"}, marks=pytest.mark.current)], ids=str)
-def test_a_pause_without_memory_at_the_timeout_is_refused(sdk, how):
-    with pytest.raises(Exception, match="autoPauseMemory is not supported"):
-        sdk.Sandbox.create(lifecycle={"on_timeout": {"action": "pause", **how}})
-
-
-@pytest.mark.current
-def test_a_pause_that_asks_the_guest_first_is_refused(sdk, either):
-    for pause in (either.pause, either.beta_pause):
-        with pytest.raises(Exception, match="requireHealthyGuest is not supported"):
-            pause(strict=True)
-    with pytest.raises(Exception, match="requireHealthyGuest is not supported"):
-        sdk.Sandbox.beta_pause(either.sandbox_id, strict=True)
-    assert either.is_running()
-
-
-@pytest.mark.machine
-@pytest.mark.current
-def test_memory_that_was_kept_is_not_thrown_away(sdk, either):
-    assert either.pause(mode="full")
-    with pytest.raises(Exception, match="memory false is not supported"):
-        either.connect(on_resume="reboot")
-    either.connect(timeout=600)
-    assert either.commands.run("echo back").stdout == "back\n"

@@ -53,23 +53,63 @@ async fn a_paused_sandbox_is_listed_as_such_and_connect_brings_it_back_under_its
 }
 
 #[tokio::test]
-async fn resume_is_for_paused_sandboxes_alone_and_memory_that_was_kept_is_not_dropped_in_silence() {
+async fn resume_is_for_paused_sandboxes_alone() {
     let t = TestServer::start().await;
     let id = create(&t, json!({"templateID": "base"})).await;
     let resume = format!("/sandboxes/{id}/resume");
     assert_eq!(post(&t, &resume, json!({})).await.status, StatusCode::CONFLICT);
     let pause = format!("/sandboxes/{id}/pause");
-    let strict = post(&t, &pause, json!({"requireHealthyGuest": true})).await;
-    assert_eq!(strict.status, StatusCode::BAD_REQUEST);
-    assert!(strict.json["message"].as_str().is_some_and(|text| text.contains("requireHealthyGuest")), "{strict:?}");
     assert_eq!(post(&t, &pause, json!({})).await.status, StatusCode::NO_CONTENT);
-    for wrong in [json!({"memory": false}), json!({"autoPause": true}), json!({"timeout": 0})] {
+    for wrong in [json!({"autoPause": true}), json!({"timeout": 0})] {
         let refused = post(&t, &resume, wrong).await;
         assert_eq!(refused.status, StatusCode::BAD_REQUEST, "{refused:?}");
     }
     assert_eq!(post(&t, &resume, json!({"timeout": 60})).await.status, StatusCode::CREATED);
     let unknown = post(&t, "/sandboxes/sbxaaaaaaaaaaaaaaaaaaaa/pause", json!({})).await;
     assert_eq!(unknown.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn memory_that_was_kept_is_dropped_where_asked_for() {
+    let t = TestServer::start().await;
+    for path in ["resume", "connect"] {
+        let id = create(&t, json!({"templateID": "base"})).await;
+        assert_eq!(post(&t, &format!("/sandboxes/{id}/pause"), json!({})).await.status, StatusCode::NO_CONTENT);
+        assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["pauseMode"], "full");
+        let back = post(&t, &format!("/sandboxes/{id}/{path}"), json!({"timeout": 60, "memory": false})).await;
+        assert_eq!(back.status, StatusCode::CREATED, "{back:?}");
+        assert!(get(&t, &format!("/sandboxes/{id}")).await["pauseMode"].is_null());
+    }
+}
+
+#[tokio::test]
+async fn a_strict_pause_needs_a_guest_that_answers() {
+    let t = TestServer::start().await;
+    let id = create(&t, json!({"templateID": "base"})).await;
+    let (pause, strict) = (format!("/sandboxes/{id}/pause"), json!({"requireHealthyGuest": true}));
+    assert_eq!(post(&t, &pause, strict.clone()).await.status, StatusCode::NO_CONTENT);
+    post(&t, &format!("/sandboxes/{id}/connect"), json!({"timeout": 60})).await;
+
+    for machine in t.host.machines() {
+        t.host.silence(&machine);
+    }
+    let refused = post(&t, &pause, strict).await;
+    assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE, "{refused:?}");
+    assert!(refused.json["message"].as_str().is_some_and(|text| text.contains("was not paused")), "{refused:?}");
+    assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["state"], "running");
+    assert_eq!(post(&t, &pause, json!({})).await.status, StatusCode::NO_CONTENT);
+}
+
+#[tokio::test]
+async fn a_timeout_that_keeps_the_disk_alone_is_a_pause_of_the_file_system() {
+    let t = TestServer::start().await;
+    let id = create(&t, json!({"templateID": "base", "autoPause": true, "autoPauseMemory": false})).await;
+    assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["lifecycle"]["onTimeout"], "pause");
+    post(&t, &format!("/sandboxes/{id}/timeout"), json!({"timeout": 0})).await;
+    let paused = get(&t, &format!("/sandboxes/{id}")).await;
+    assert_eq!((&paused["state"], &paused["pauseMode"]), (&json!("paused"), &json!("filesystem")));
+    let back = post(&t, &format!("/sandboxes/{id}/connect"), json!({"timeout": 60})).await;
+    assert_eq!(back.status, StatusCode::CREATED, "{back:?}");
 }
 
 #[tokio::test]

@@ -33,6 +33,7 @@ pub(super) struct Process {
     pub(super) id: MachineId,
     pub(super) agent: Agent,
     pub(super) is_running: AtomicBool,
+    pub(super) is_silent: Arc<AtomicBool>,
     pub(super) cpu_micros: AtomicU64,
     exit: watch::Sender<Option<MachineExit>>,
 }
@@ -110,6 +111,13 @@ impl FakeHost {
         }
     }
 
+    /// Lets a machine's guest answer nothing any more, as one that is overloaded for good.
+    pub fn silence(&self, machine: &MachineId) {
+        if let Some(process) = self.process(machine) {
+            process.is_silent.store(true, Ordering::SeqCst);
+        }
+    }
+
     /// Lets a machine have used more processor time.
     pub fn use_cpu(&self, machine: &MachineId, micros: u64) {
         if let Some(process) = self.process(machine) {
@@ -146,6 +154,7 @@ impl FakeHost {
             id: machine.clone(),
             agent: Agent::hosted(dir),
             is_running: AtomicBool::new(false),
+            is_silent: Arc::default(),
             cpu_micros: AtomicU64::new(0),
             exit: watch::Sender::new(None),
         });

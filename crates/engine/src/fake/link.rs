@@ -26,16 +26,16 @@ pub(super) struct Wire {
 }
 
 impl Wire {
-    /// Connects to an agent; the stream is the host's end.
-    pub(super) fn connect(agent: &Agent) -> (Self, DuplexStream) {
+    /// Connects to an agent; the stream is the host's end. Nothing passes while the machine is silent.
+    pub(super) fn connect(agent: &Agent, is_silent: &Arc<AtomicBool>) -> (Self, DuplexStream) {
         let (host, mut near) = duplex(BUFFER_BYTES);
         let (mut far, guest) = duplex(BUFFER_BYTES);
         let frozen = Arc::new(AtomicBool::new(false));
-        let gate = Arc::clone(&frozen);
+        let gates = [Arc::clone(&frozen), Arc::clone(is_silent)];
         let pump = tokio::spawn(async move {
             let mut copy = pin!(copy_bidirectional(&mut near, &mut far));
-            poll_fn(|cx| if gate.load(Ordering::SeqCst) { Poll::Pending } else { copy.as_mut().poll(cx).map(drop) })
-                .await;
+            let is_shut = || gates.iter().any(|gate| gate.load(Ordering::SeqCst));
+            poll_fn(|cx| if is_shut() { Poll::Pending } else { copy.as_mut().poll(cx).map(drop) }).await;
         });
         let agent = agent.clone();
         let agent = tokio::spawn(async move {

@@ -52,7 +52,7 @@ impl FakeMachine {
             return Err(EngineError::GuestSilent { waited: Duration::ZERO, console: self.console_tail() });
         }
         self.host.script().pass(Step::Link, Moment::Before).await?;
-        let (wire, stream) = Wire::connect(&self.process.agent);
+        let (wire, stream) = Wire::connect(&self.process.agent, &self.process.is_silent);
         let client = GuestClient::open(stream, PATIENCE).await?;
         self.host.script().pass(Step::Link, Moment::After).await?;
         Ok(Session { client, wire })

@@ -12,8 +12,9 @@ use axum::{
 };
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use stockade_model::{OnTimeout, Sandbox, SandboxState};
-use stockade_service::{ForkRequest, PauseMode, Principal};
+use stockade_model::{OnTimeout, Sandbox, SandboxId, SandboxState};
+use stockade_service::{ForkRequest, PauseMode, Principal, ServiceError};
+use tokio::time::timeout;
 
 use super::{
     super::error::{ErrorJson, HttpError},
@@ -21,6 +22,9 @@ use super::{
     sandboxes::{DEFAULT_TIMEOUT_V1, DEFAULT_TIMEOUT_V2, SandboxReply, live},
 };
 use crate::AppState;
+
+/// How long a guest that is to be paused may take to say that it is there.
+const GUEST_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Whether E2B calls it paused; it knows no other state beside running.
 pub(super) fn is_paused(state: SandboxState) -> bool {
@@ -42,17 +46,31 @@ pub(super) async fn pause(
 ) -> Result<StatusCode, HttpError> {
     let Pause { memory, require_healthy_guest } = parse(&body)?;
     let sandbox = live(&state, &who, &sandbox_id(&id)?).await?;
-    if require_healthy_guest == Some(true) {
-        let message = "requireHealthyGuest is not supported by this release of Stockade; leave it out";
-        return Err(HttpError::bad_request(message));
-    }
     // The service would take one in standby further down: a success where E2B has none.
     if matches!(sandbox.state, SandboxState::Paused | SandboxState::Stopped) {
         return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox {id} is paused already")));
     }
+    if require_healthy_guest == Some(true) {
+        expect_answer(&state, &who, &sandbox.id).await?;
+    }
     let mode = PauseMode { memory: memory.unwrap_or(true), ..PauseMode::default() };
     state.service.pause(&who, &sandbox.id, mode).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// A pause needs no help of the guest. Whoever wants to know that it will be there afterwards asks for this.
+async fn expect_answer(state: &AppState, who: &Principal, id: &SandboxId) -> Result<(), HttpError> {
+    let health = async { state.service.guest(who, id).await?.health().await.map(drop).map_err(ServiceError::from) };
+    match timeout(GUEST_PATIENCE, health).await {
+        Ok(answered) => Ok(answered?),
+        Err(_) => Err(HttpError::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!(
+                "the guest of sandbox {id} does not answer; it was not paused. Without requireHealthyGuest it is \
+                 paused as it is, and comes back from its disk with memory false"
+            ),
+        )),
+    }
 }
 
 #[derive(Deserialize)]
@@ -95,27 +113,29 @@ async fn connect(
     let seconds = u64::try_from(timeout).map_err(|_| HttpError::bad_request("timeout must not be negative"))?;
     let sandbox = live(&state, &who, &sandbox_id(&id)?).await?;
     let paused = is_paused(sandbox.state);
-    if paused {
-        check_resume(&sandbox, memory)?;
-    }
     let sandbox = match seconds {
         0 if paused => return Err(HttpError::bad_request("timeout is 0; it must be over 0 seconds to resume")),
         0 => sandbox,
         // Resuming what runs extends it: right also for one that was paused or resumed just now.
-        seconds => state.service.resume(&who, &sandbox.id, Some(Duration::from_secs(seconds))).await?,
+        seconds => bring_back(&state, &who, &sandbox.id, memory, Duration::from_secs(seconds)).await?,
     };
     let status = if paused { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(SandboxReply::of(&state, &sandbox).await?)))
 }
 
-/// A paused sandbox comes back as it was paused: with its memory if that was kept.
-fn check_resume(sandbox: &Sandbox, memory: Option<bool>) -> Result<(), HttpError> {
-    if memory == Some(false) && sandbox.state != SandboxState::Stopped {
-        let message = "memory false is not supported by this release of Stockade for a sandbox that was paused with \
-                       its memory; leave it out, or pause with memory false";
-        return Err(HttpError::bad_request(message));
-    }
-    Ok(())
+/// Brings it back with its memory, or (`memory` false) boots it from its disk; one that runs is extended.
+async fn bring_back(
+    state: &AppState,
+    who: &Principal,
+    id: &SandboxId,
+    memory: Option<bool>,
+    lifetime: Duration,
+) -> Result<Sandbox, HttpError> {
+    let service = &state.service;
+    Ok(match memory {
+        Some(false) => service.resume_from_disk(who, id, Some(lifetime)).await?,
+        _ => service.resume(who, id, Some(lifetime)).await?,
+    })
 }
 
 #[derive(Deserialize)]
@@ -138,7 +158,6 @@ pub(super) async fn resume(
     if !is_paused(sandbox.state) {
         return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox {id} is running already")));
     }
-    check_resume(&sandbox, request.memory)?;
     let pauses = sandbox.rules.on_timeout != OnTimeout::Kill;
     if request.auto_pause.is_some_and(|asked| asked != pauses) {
         return Err(HttpError::bad_request(format!(
@@ -147,7 +166,7 @@ pub(super) async fn resume(
         )));
     }
     let lifetime = over_zero(request.timeout.unwrap_or(DEFAULT_TIMEOUT_V1))?;
-    let sandbox = state.service.resume(&who, &sandbox.id, Some(lifetime)).await?;
+    let sandbox = bring_back(&state, &who, &sandbox.id, request.memory, lifetime).await?;
     Ok((StatusCode::CREATED, Json(SandboxReply::of(&state, &sandbox).await?)))
 }
 

@@ -14,7 +14,7 @@ use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize, de::IgnoredAny};
 use serde_json::Value;
-use stockade_model::{OnTimeout, Sandbox, SandboxId, shortened};
+use stockade_model::{OnTimeout, Sandbox, SandboxId, SandboxState, shortened};
 use stockade_service::{CreateSandbox, PauseMode, Previews, Principal};
 
 use super::{
@@ -71,7 +71,6 @@ impl NewSandbox {
             value.as_ref().is_some_and(|value| !value.is_null() && value != &Value::Object(serde_json::Map::new()))
         };
         let asked = [
-            (self.auto_pause_memory == Some(false), "autoPauseMemory", "leave it out: auto-pause keeps the memory"),
             (filled(&self.iam), "iam", "leave it out and pass what the sandbox needs in envVars"),
             (
                 self.volume_mounts.as_ref().is_some_and(|mounts| !mounts.is_empty()),
@@ -87,8 +86,24 @@ impl NewSandbox {
         }
     }
 
+    /// A timeout that keeps the disk alone leads to a reboot, which no request would expect to set off.
+    fn on_timeout(&self) -> Result<OnTimeout, HttpError> {
+        let pauses = self.auto_pause == Some(true);
+        let resumes = self.auto_resume.as_ref().is_some_and(|auto| auto.enabled);
+        match self.auto_pause_memory {
+            Some(false) if !pauses => Err(HttpError::bad_request("autoPauseMemory false needs autoPause true")),
+            Some(false) if resumes => Err(HttpError::bad_request(
+                "autoPauseMemory false does not go with autoResume: coming back is a reboot, which only connect does",
+            )),
+            Some(false) => Ok(OnTimeout::Stop),
+            _ if pauses => Ok(OnTimeout::Pause),
+            _ => Ok(OnTimeout::Kill),
+        }
+    }
+
     fn request(self, default_timeout: i64, secured: bool, headers: &HeaderMap) -> Result<CreateSandbox, HttpError> {
         self.check()?;
+        let on_timeout = self.on_timeout()?;
         let timeout = self.timeout.unwrap_or(default_timeout);
         let lifetime = u64::try_from(timeout).ok().filter(|seconds| *seconds > 0);
         let lifetime = lifetime
@@ -110,7 +125,7 @@ impl NewSandbox {
             metadata,
             env: self.env_vars.unwrap_or_default(),
             network: network::spec(self.allow_internet_access, self.network)?,
-            on_timeout: if self.auto_pause == Some(true) { OnTimeout::Pause } else { OnTimeout::Kill },
+            on_timeout,
             auto_resume: self.auto_resume.is_some_and(|auto| auto.enabled),
             idempotency_key: idempotency_key(headers)?,
             ..CreateSandbox::default()
@@ -245,6 +260,9 @@ pub(super) struct SandboxDetail {
     network: Option<NetworkView>,
     domain: Option<String>,
     lifecycle: Lifecycle,
+    /// What the pause it is in has kept.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pause_mode: Option<&'static str>,
 }
 
 #[derive(Serialize)]
@@ -322,6 +340,11 @@ pub(super) async fn info(
         lifecycle: Lifecycle {
             auto_resume: sandbox.rules.auto_resume,
             on_timeout: if sandbox.rules.on_timeout == OnTimeout::Kill { "kill" } else { "pause" },
+        },
+        pause_mode: match sandbox.state {
+            SandboxState::Paused => Some("full"),
+            SandboxState::Stopped => Some("filesystem"),
+            _ => None,
         },
     }))
 }
@@ -425,7 +448,6 @@ mod tests {
     #[test]
     fn what_cannot_be_honoured_is_refused_by_its_name() {
         for (field, value) in [
-            ("autoPauseMemory", "false"),
             ("network", r#"{"httpsPorts":[8443]}"#),
             ("mcp", r#""exa""#),
             ("iam", r#"{"tokens":{}}"#),
@@ -445,6 +467,21 @@ mod tests {
         let pausing = request(r#"{"templateID":"base","autoPause":true,"autoResume":{"enabled":true}}"#);
         let pausing = pausing.expect("valid");
         assert_eq!((pausing.on_timeout, pausing.auto_resume), (OnTimeout::Pause, true));
+        let stopping = request(r#"{"templateID":"base","autoPause":true,"autoPauseMemory":false}"#).expect("valid");
+        assert_eq!((stopping.on_timeout, stopping.auto_resume), (OnTimeout::Stop, false));
+    }
+
+    #[test]
+    fn a_timeout_that_keeps_the_disk_alone_is_a_pause_that_nobody_undoes_by_accident() {
+        for (with, reason) in [
+            ("", "needs autoPause"),
+            (r#","autoPause":false"#, "needs autoPause"),
+            (r#","autoPause":true,"autoResume":{"enabled":true}"#, "does not go with autoResume"),
+        ] {
+            let error = request(&format!(r#"{{"templateID":"base","autoPauseMemory":false{with}}}"#)).expect_err(with);
+            assert_eq!(error.status, StatusCode::BAD_REQUEST);
+            assert!(error.message.contains(reason), "{}", error.message);
+        }
     }
 
     #[test]
