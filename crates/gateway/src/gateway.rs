@@ -230,6 +230,12 @@ impl Gateway {
         CompiledPolicy::compile_layers(&self.shared.floor, layers).map(drop)
     }
 
+    /// Checks a policy somebody has just written: besides, what it opens must not be closed by the floor.
+    pub fn check_new_policy(&self, layers: &[Policy]) -> Result<(), PolicyError> {
+        self.check_policy(layers)?;
+        layers.last().map_or(Ok(()), |own| CompiledPolicy::refuse_closed(&self.shared.floor, own))
+    }
+
     /// What a policy would do with a request; names are resolved as they would be for a connection.
     pub async fn explain(
         &self,

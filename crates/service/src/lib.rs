@@ -51,9 +51,9 @@ pub use config::ServiceConfig;
 pub use error::{ServiceError, StateOf};
 pub use metrics::MetricsSample;
 pub use network::{
-    AuditFilter, AuditLine, ClientAuth, DefaultNetwork, DefaultOf, Ingress, MintedSecret, NetworkConfig, NetworkSpec,
-    NetworkState, OAuthClient, PreviewToken, Previews, SecretContent, SecretInfo, SecretRequest, SecretUse, SharedBy,
-    check_secret_name,
+    AuditFilter, AuditLine, ClientAuth, DefaultNetwork, DefaultOf, Ingress, MintedSecret, NetworkChange, NetworkConfig,
+    NetworkSpec, NetworkState, OAuthClient, PreviewToken, Previews, SecretContent, SecretInfo, SecretRequest,
+    SecretUse, SharedBy, check_secret_name,
 };
 pub use service::Service;
 pub use ssh_keys::SshKeyRequest;

@@ -11,7 +11,7 @@ use futures::StreamExt as _;
 use serde::{Deserialize, Serialize};
 use stockade_model::SandboxId;
 use stockade_service::{
-    AuditFilter, DefaultNetwork, DefaultOf, NetworkSpec, NetworkState, NetworkStats, policy::Explanation,
+    AuditFilter, DefaultNetwork, DefaultOf, NetworkChange, NetworkSpec, NetworkState, NetworkStats, policy::Explanation,
 };
 use tokio_stream::wrappers::{BroadcastStream, errors::BroadcastStreamRecvError};
 use utoipa_axum::{router::OpenApiRouter, routes};
@@ -27,7 +27,7 @@ const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(15);
 
 pub(super) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
-        .routes(routes!(get, put))
+        .routes(routes!(get, put, patch))
         .routes(routes!(explain))
         .routes(routes!(audit))
         .routes(routes!(get_default, put_default, delete_default))
@@ -100,6 +100,20 @@ async fn put(
     Json(spec): Json<NetworkSpec>,
 ) -> Result<axum::Json<NetworkView>, ApiError> {
     Ok(axum::Json(state.service.set_network(&caller.0, &sandbox_id(&id)?, spec).await?.into()))
+}
+
+/// Change some of the network of a sandbox: what is given takes the place of what was, the rest stays.
+#[utoipa::path(
+    patch, path = "/v1/sandboxes/{id}/network", tag = "network", params(("id" = String, Path)),
+    operation_id = "change_network", request_body = NetworkChange, responses((status = 200, body = NetworkView))
+)]
+async fn patch(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(id): Path<String>,
+    Json(change): Json<NetworkChange>,
+) -> Result<axum::Json<NetworkView>, ApiError> {
+    Ok(axum::Json(state.service.change_network(&caller.0, &sandbox_id(&id)?, change).await?.into()))
 }
 
 /// What sandboxes start from whose request says nothing about the network.

@@ -89,6 +89,13 @@ async fn a_refusal_names_the_field_as_it_was_written() {
         (json!({"policy": {"http": [{"hosts": [], "action": "deny"}]}}), "policy.http[0].hosts: "),
         (json!({"policy": {"egress_proxy": {"url": "ftp://a.example"}}}), "policy.egress_proxy"),
         (json!({"allow": ["a.example", "a b"]}), "allow[1]: "),
+        (json!({"allow": ["a.example", "10.0.0.0/8"]}), "allow[1]: 10.0.0.0/8 cannot be opened"),
+        (json!({"deny": ["b.example"], "allow": ["[fd00::1]:22"]}), "allow[0]: "),
+        (json!({"allow": ["mail.example:25"]}), "allow[0]: 25 cannot be opened: the operator has closed it"),
+        (
+            json!({"policy": {"rules": [{"action": "allow", "cidrs": ["169.254.169.254"]}]}}),
+            "policy.rules[0].cidrs[0]: ",
+        ),
         (json!({"deny": many}), "allow and deny: "),
         (using(json!({"header_names": ["a b"]})), "secrets[0].header_names"),
         (using(json!({"env": "PATH"})), "secrets[0].env: PATH "),
@@ -221,4 +228,22 @@ async fn ports_without_public_traffic_take_the_sandboxs_token() {
     assert_eq!(open.json["trafficAccessToken"], Value::Null);
     let id = text(&open.json, "sandboxID").expect("an id");
     assert_eq!(look(&id, 8000, None).await.status, StatusCode::BAD_GATEWAY);
+}
+
+#[tokio::test]
+async fn a_change_of_some_of_a_network_leaves_the_rest() {
+    let t = TestServer::start().await;
+    let own = json!({"allow": ["a.example"], "previews": "public", "mask_request_host": "localhost"});
+    let id = create(&t, json!({"network": own})).await;
+    let path = format!("/v1/sandboxes/{id}/network");
+    let patch = async |body: Value| Answer::of(t.request(Method::PATCH, &path).json(&body)).await;
+    let changed = patch(json!({"internet": false, "mask_request_host": ""})).await;
+    assert_eq!(changed.json["network"], json!({"internet": false, "previews": "public"}), "{changed:?}");
+    assert_eq!(patch(json!({"previews": "private"})).await.json["network"], json!({"internet": false}));
+    for (wrong, code) in [(json!({"deny": ["a b"]}), "invalid_argument"), (json!({"allowed": []}), "invalid_argument")]
+    {
+        let refused = patch(wrong).await;
+        assert_eq!((refused.status, refused.code()), (StatusCode::BAD_REQUEST, code), "{refused:?}");
+    }
+    assert_eq!(network_of(&t, &id).await, json!({"internet": false}));
 }

@@ -90,12 +90,12 @@ pub(crate) enum Policy {
     },
     /// Forget what sandboxes start from; the next wider default counts again
     ClearDefault(Template),
-    /// Change a sandbox's network as a whole, at once
+    /// Change a sandbox's network, at once: what it may reach, its secrets, or both; what is not said stays
     Set {
         /// The sandbox's id
         #[arg(value_parser = NonEmptyStringValueParser::new())]
         sandbox: String,
-        /// A JSON file instead of the options below; - is standard input
+        /// The network as a whole from a JSON file instead; - is standard input
         #[arg(long, value_name = "FILE",
               conflicts_with_all = ["allow_out", "deny_out", "no_internet", "secrets"])]
         file: Option<PathBuf>,

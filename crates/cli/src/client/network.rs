@@ -18,6 +18,11 @@ impl Client {
         self.json(self.request(Method::PUT, &["v1", "sandboxes", id, "network"]).json(spec)).await
     }
 
+    /// Changes some of it.
+    pub(crate) async fn change_network(&self, id: &str, change: &Value) -> Result<Value, Failure> {
+        self.json(self.request(Method::PATCH, &["v1", "sandboxes", id, "network"]).json(change)).await
+    }
+
     /// What sandboxes start from, of a template or the workspace.
     pub(crate) async fn default_network(&self, template: Option<&str>) -> Result<Value, Failure> {
         self.json(self.default_request(Method::GET, template)).await

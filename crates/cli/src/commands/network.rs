@@ -15,14 +15,20 @@ use crate::{
 /// Records the server gives at once.
 const LARGEST_PAGE: u32 = 1_000;
 
-/// What the options ask for; `None`: nothing is said.
+/// What the options ask for, as a whole network or as a change of one; `None`: nothing is said.
 pub(super) fn spec(network: &Network) -> Option<Value> {
     let Network { allow_out, deny_out, no_internet, secrets } = network;
-    if allow_out.is_empty() && deny_out.is_empty() && !no_internet && secrets.is_empty() {
-        return None;
+    let mut said = serde_json::Map::new();
+    if !allow_out.is_empty() || !deny_out.is_empty() || *no_internet {
+        said.insert("internet".to_owned(), json!(!no_internet));
+        said.insert("allow".to_owned(), json!(allow_out));
+        said.insert("deny".to_owned(), json!(deny_out));
     }
-    let secrets: Vec<_> = secrets.iter().map(|(env, secret)| json!({"env": env, "secret": secret})).collect();
-    Some(json!({"internet": !no_internet, "allow": allow_out, "deny": deny_out, "secrets": secrets}))
+    if !secrets.is_empty() {
+        let uses = secrets.iter().map(|(env, secret)| json!({"env": env, "secret": secret}));
+        said.insert("secrets".to_owned(), uses.collect());
+    }
+    (!said.is_empty()).then(|| said.into())
 }
 
 pub(super) async fn policy(context: &Context, args: args::Policy) -> Result<(), Failure> {
@@ -50,8 +56,11 @@ pub(super) async fn policy(context: &Context, args: args::Policy) -> Result<(), 
             context.ui.data(&default, || format!("now from the {}", default["from"].as_str().unwrap_or_default()))
         }
         args::Policy::Set { sandbox, file, network } => {
-            let spec = read_or_spec(file.as_deref(), &network)?;
-            let network = context.client.set_network(&sandbox, &spec).await?;
+            let said = read_or_spec(file.as_deref(), &network)?;
+            let network = match file {
+                Some(_) => context.client.set_network(&sandbox, &said).await?,
+                None => context.client.change_network(&sandbox, &said).await?,
+            };
             context.ui.data(&network, || format!("revision {}", network["revision"]))
         }
     }

@@ -336,6 +336,24 @@ async fn decisions_are_exported_as_json_lines_however_many_there_are() {
 }
 
 #[tokio::test]
+async fn a_network_keeps_what_a_change_does_not_name() {
+    let server = TestServer::start().await;
+    let id = server.create().await;
+    let network = async || {
+        let got: Value = serde_json::from_str(&server.ok(&["policy", "get", &id, "--json"]).await).expect("JSON");
+        got["network"].clone()
+    };
+    let file = r#"{"previews": "public", "policy": {"default": "deny"}}"#;
+    let set = run(server.stockade(&["policy", "set", &id, "--file", "-"]), file.as_bytes()).await;
+    assert_eq!(set.code, Some(0), "{set:?}");
+    server.ok(&["policy", "set", &id, "--allow-out", "a.example"]).await;
+    let open = serde_json::json!({"internet": true, "allow": ["a.example"], "previews": "public"});
+    assert_eq!(network().await, open);
+    let set = run(server.stockade(&["policy", "set", &id, "--file", "-"]), b"{}").await;
+    assert_eq!((set.code, network().await), (Some(0), serde_json::json!({})), "a file is the whole of it");
+}
+
+#[tokio::test]
 async fn a_network_is_not_changed_by_saying_nothing_and_a_mistyped_verdict_is_none() {
     let server = TestServer::start().await;
     let id = server.create().await;

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net};
 
 /// What kind of place an address is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -55,8 +55,11 @@ const METADATA_V4: &[(Ipv4Addr, u8)] = &[
 ];
 
 /// AWS, and the form used on Oracle's and Google's networks.
-const METADATA_V6: &[Ipv6Addr] =
-    &[Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254), Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)];
+const METADATA_V6: [Ipv6Addr; 2] =
+    [Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254), Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)];
+
+/// Of an IPv4 address written as an IPv6 one, those before it.
+const MAPPED_BITS: u8 = 96;
 
 /// Names under which clouds serve metadata.
 pub(super) const METADATA_NAMES: &[&str] =
@@ -92,9 +95,30 @@ pub fn classify(address: IpAddr) -> AddressClass {
 }
 
 /// Whether all of `network` is metadata, so that opening it would do nothing.
-pub(super) fn is_metadata(network: &IpNet) -> bool {
-    let ends = [network.network(), network.broadcast()];
-    ends.into_iter().all(|address| classify(address) == AddressClass::Metadata)
+pub(super) fn is_all_metadata(network: &IpNet) -> bool {
+    is_within(network, METADATA_V4, &METADATA_V6.map(|address| (address, 128)))
+}
+
+/// Whether all of `network` is private or special.
+pub(super) fn is_all_private(network: &IpNet) -> bool {
+    is_within(network, PRIVATE_V4, PRIVATE_V6)
+}
+
+fn is_within(network: &IpNet, v4: &[(Ipv4Addr, u8)], v6: &[(Ipv6Addr, u8)]) -> bool {
+    match network {
+        IpNet::V4(network) => {
+            v4.iter().any(|(start, bits)| *bits <= network.prefix_len() && in_v4(network.network(), (*start, *bits)))
+        }
+        IpNet::V6(network) => match network.network().to_ipv4_mapped() {
+            Some(start) if network.prefix_len() >= MAPPED_BITS => {
+                Ipv4Net::new(start, network.prefix_len() - MAPPED_BITS)
+                    .is_ok_and(|network| is_within(&network.into(), v4, v6))
+            }
+            _ => v6
+                .iter()
+                .any(|(start, bits)| *bits <= network.prefix_len() && in_v6(network.network(), (*start, *bits))),
+        },
+    }
 }
 
 /// Every address of this host's interfaces.

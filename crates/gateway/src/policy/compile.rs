@@ -180,9 +180,9 @@ impl CompiledPolicy {
     }
 }
 
-fn compile_floor(floor: &Floor) -> Result<CompiledFloor, PolicyError> {
+pub(super) fn compile_floor(floor: &Floor) -> Result<CompiledFloor, PolicyError> {
     let open = networks("floor.open_cidrs", &floor.open_cidrs)?;
-    if let Some(at) = open.iter().position(addresses::is_metadata) {
+    if let Some(at) = open.iter().position(addresses::is_all_metadata) {
         let problem = "metadata addresses hand out the host's credentials and cannot be opened";
         return Err(PolicyError::new(format!("floor.open_cidrs[{at}]"), problem));
     }
@@ -320,8 +320,7 @@ fn networks(field: &str, list: &[String]) -> Result<Vec<IpNet>, PolicyError> {
     list.iter()
         .enumerate()
         .map(|(at, text)| {
-            let network = text.parse::<IpNet>().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from));
-            network.map(|network| network.trunc()).ok_or_else(|| {
+            network(text).ok_or_else(|| {
                 let problem =
                     format!("{} is no address or network; use 203.0.114.0/24 or 2600:1f00::/24", quoted(text));
                 PolicyError::new(format!("{field}[{at}]"), problem)
@@ -330,17 +329,20 @@ fn networks(field: &str, list: &[String]) -> Result<Vec<IpNet>, PolicyError> {
         .collect()
 }
 
+/// An address or a network.
+pub(super) fn network(text: &str) -> Option<IpNet> {
+    let network = text.parse::<IpNet>().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from));
+    network.map(|network| network.trunc())
+}
+
 fn ports(field: &str, list: &[Ports]) -> Result<PortSet, PolicyError> {
     let mut set = Vec::new();
     for (at, ports) in list.iter().enumerate() {
         match ports.range() {
             Some(range) => set.push(range),
             None => {
-                let text = match ports {
-                    Ports::One(port) => port.to_string(),
-                    Ports::Range(text) => text.clone(),
-                };
-                let problem = format!("{} is no port; use 1 to 65535, or a range such as \"8000-8999\"", quoted(&text));
+                let text = quoted(&ports.to_string()).to_string();
+                let problem = format!("{text} is no port; use 1 to 65535, or a range such as \"8000-8999\"");
                 return Err(PolicyError::new(format!("{field}[{at}]"), problem));
             }
         }

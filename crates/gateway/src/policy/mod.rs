@@ -15,6 +15,7 @@
 //! counts. A field that cannot be honoured is an error when the policy is compiled, never ignored.
 
 mod addresses;
+mod closed;
 mod compile;
 mod connect;
 mod egress_proxy;
@@ -23,7 +24,7 @@ mod http;
 mod names;
 mod simple;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
@@ -159,6 +160,15 @@ impl Ports {
             }
         };
         (first > 0 && first <= last).then_some((first, last))
+    }
+}
+
+impl fmt::Display for Ports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(port) => port.fmt(f),
+            Self::Range(text) => text.fmt(f),
+        }
     }
 }
 

@@ -36,6 +36,7 @@ use crate::ServiceError;
 mod attach;
 mod audit;
 mod authority;
+mod change;
 mod defaults;
 mod minting;
 mod previews;
@@ -45,6 +46,7 @@ mod verbs;
 
 pub(crate) use attach::{Names, Told};
 pub use audit::{AuditFilter, AuditLine};
+pub use change::NetworkChange;
 pub use defaults::{DefaultNetwork, DefaultOf};
 pub use minting::{ClientAuth, MintedSecret, OAuthClient, SharedBy};
 pub use previews::{Ingress, PreviewToken};
@@ -176,6 +178,11 @@ impl Network {
     /// Whether the gateway can honour them.
     pub(crate) fn check(&self, settings: &Settings) -> Result<(), ServiceError> {
         self.gateway.check_policy(&self.layers(settings)?).map_err(|error| settings.refused(error))
+    }
+
+    /// The same of what somebody has just written.
+    pub(crate) fn check_new(&self, settings: &Settings) -> Result<(), ServiceError> {
+        self.gateway.check_new_policy(&self.layers(settings)?).map_err(|error| settings.refused(error))
     }
 
     fn attached(&self) -> MutexGuard<'_, HashMap<MachineId, Attached>> {

@@ -215,9 +215,20 @@ impl Settings {
             None if field.starts_with("bounds.") || field.starts_with("floor.") => field.clone(),
             None if self.spec.policy.is_some() => format!("policy.{field}"),
             None if field == "rules" => "allow and deny".to_owned(),
+            None if field.starts_with("rules[") => self.short_field(field),
             None => field.clone(),
         };
         policy_error(&PolicyError { field, problem: problem.clone() })
+    }
+
+    /// Where in the short form a rule that was made of it comes from.
+    fn short_field(&self, field: &str) -> String {
+        let at = field.strip_prefix("rules[").and_then(|rest| rest.split_once(']')?.0.parse::<usize>().ok());
+        match at.map(|at| (at, at.checked_sub(self.spec.deny.len()))) {
+            Some((_, Some(at))) => format!("allow[{at}]"),
+            Some((at, None)) => format!("deny[{at}]"),
+            None => field.to_owned(),
+        }
     }
 
     /// What the guest's processes hold in place of secrets.

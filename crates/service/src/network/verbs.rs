@@ -10,7 +10,7 @@ use stockade_gateway::{
 use stockade_model::{SandboxId, SnapshotId, WorkspaceId};
 use stockade_store::NetworkRecord;
 
-use super::{Network, NetworkSpec, Settings, Told};
+use super::{Network, NetworkChange, NetworkSpec, Settings, Told};
 use crate::{
     Principal, Service, ServiceError,
     core::Core,
@@ -39,6 +39,7 @@ impl Network {
         spec: Option<NetworkSpec>,
         from: Option<&NetworkRecord>,
     ) -> Result<Settings, ServiceError> {
+        let is_new = spec.is_some();
         let settings = match (spec, from) {
             (None, Some(from)) => return Settings::from_json(&from.settings),
             (Some(spec), Some(from)) => {
@@ -54,7 +55,11 @@ impl Network {
                 Settings::first(spec, hosts)?
             }
         };
-        self.check(&settings)?;
+        if is_new {
+            self.check_new(&settings)?
+        } else {
+            self.check(&settings)?
+        }
         Ok(settings)
     }
 
@@ -136,16 +141,36 @@ impl Service {
         id: &SandboxId,
         spec: NetworkSpec,
     ) -> Result<NetworkState, ServiceError> {
+        self.replace_network(who, id, |_| spec).await
+    }
+
+    /// Changes some of a sandbox's network, as [`Service::set_network`] does all of it.
+    pub async fn change_network(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        change: NetworkChange,
+    ) -> Result<NetworkState, ServiceError> {
+        self.replace_network(who, id, |old| change.applied_to(old)).await
+    }
+
+    async fn replace_network(
+        &self,
+        who: &Principal,
+        id: &SandboxId,
+        replace: impl FnOnce(NetworkSpec) -> NetworkSpec,
+    ) -> Result<NetworkState, ServiceError> {
         let core = &self.handle.core;
         let network = core.network()?;
         if let Found::Ended(sandbox) = self.find(who, id).await? {
             return Err(ended(*sandbox));
         }
-        let hosts = network.hosts_of(&who.workspace, &spec).await?;
         let _turn = network.changes.lock().await;
         let old = self.network_settings(who, id).await?;
+        let spec = replace(old.spec.clone());
+        let hosts = network.hosts_of(&who.workspace, &spec).await?;
         let new = old.changed(spec, &hosts)?;
-        network.check(&new)?;
+        network.check_new(&new)?;
         let json = new.to_json();
         core.store().put_network_settings(id.as_str(), &json).await.map_err(store_error)?;
         let control = network.control(id);

@@ -20,7 +20,7 @@ use http::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use stockade_service::{
-    NetworkSpec, Previews, Principal,
+    NetworkChange, NetworkSpec, Previews, Principal,
     policy::{
         Action, DefaultAction, DnsPolicy, EgressProxy, HttpAction, HttpRule, L7, NamePattern, OnDeny, Policy, Rule,
         Scheme,
@@ -343,10 +343,8 @@ pub(super) async fn update(
     }
     super::secrets::spell(&state, &who, &mut network).await?;
     let spec = spec(Some(allow_internet_access.unwrap_or(true)), Some(network))?.unwrap_or_default();
-    // No part of what an update can say: who may come in, and secrets that the native API gave it.
-    let NetworkSpec { secrets, previews, mask_request_host, .. } = state.service.network(&who, &id).await?.spec;
-    let spec = NetworkSpec { secrets, previews, mask_request_host, ..spec };
-    state.service.set_network(&who, &id, spec).await?;
+    // Who may come in, and secrets that the native API gave it, are no part of what an update can say.
+    state.service.change_network(&who, &id, NetworkChange::of_destinations(spec)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
