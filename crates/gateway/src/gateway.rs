@@ -232,8 +232,8 @@ impl Gateway {
 
     /// Checks a policy somebody has just written: besides, what it opens must not be closed by the floor.
     pub fn check_new_policy(&self, layers: &[Policy]) -> Result<(), PolicyError> {
-        self.check_policy(layers)?;
-        layers.last().map_or(Ok(()), |own| CompiledPolicy::refuse_closed(&self.shared.floor, own))
+        let compiled = CompiledPolicy::compile_layers(&self.shared.floor, layers)?;
+        layers.last().map_or(Ok(()), |own| compiled.refuse_closed(own))
     }
 
     /// What a policy would do with a request; names are resolved as they would be for a connection.

@@ -159,16 +159,25 @@ def test_a_fork_lives_as_long_as_it_is_told(either):
     child.kill()
 
 
+def at_work(sdk, **options):
+    """A sandbox with a file, and a process that runs."""
+    sandbox = sdk.Sandbox.create(timeout=300, **options)
+    sandbox.files.write("kept", "here")
+    return sandbox, sandbox.commands.run("sleep 1000", background=True)
+
+
+def has_rebooted(sandbox, process):
+    """Whether the file is there and the process is not."""
+    return sandbox.files.read("kept") == "here" and process.pid not in [other.pid for other in sandbox.commands.list()]
+
+
 @pytest.mark.machine
 @pytest.mark.current
 def test_what_is_paused_without_memory_starts_anew(sdk):
-    sandbox = sdk.Sandbox.create(timeout=300)
-    sandbox.files.write("kept", "here")
-    process = sandbox.commands.run("sleep 1000", background=True)
+    sandbox, process = at_work(sdk)
     assert sandbox.pause(mode="filesystem")
     sandbox.connect(timeout=300, on_resume="reboot")
-    assert sandbox.files.read("kept") == "here"
-    assert process.pid not in [other.pid for other in sandbox.commands.list()]
+    assert has_rebooted(sandbox, process)
     sandbox.kill()
 
 
@@ -178,27 +187,22 @@ FILESYSTEM_ONLY = [{"keep_memory": False}, pytest.param({"mode": "filesystem"}, 
 @pytest.mark.machine
 @pytest.mark.parametrize("words", FILESYSTEM_ONLY, ids=str)
 def test_a_timeout_may_keep_the_disk_alone(sdk, words):
-    sandbox = sdk.Sandbox.create(timeout=300, lifecycle={"on_timeout": {"action": "pause", **words}})
-    sandbox.files.write("kept", "here")
-    process = sandbox.commands.run("sleep 1000", background=True)
+    sandbox, process = at_work(sdk, lifecycle={"on_timeout": {"action": "pause", **words}})
     sandbox.set_timeout(1)
     eventually(lambda: sandbox.get_info().state == SandboxState.PAUSED)
     sandbox.connect(timeout=300)
-    assert sandbox.files.read("kept") == "here"
-    assert process.pid not in [other.pid for other in sandbox.commands.list()]
+    assert has_rebooted(sandbox, process)
     sandbox.kill()
 
 
 @pytest.mark.machine
 @pytest.mark.current
 def test_memory_that_was_kept_is_dropped_where_a_reboot_is_asked_for(sdk):
-    sandbox = sdk.Sandbox.create(timeout=300)
-    sandbox.commands.run("echo here > kept && sync")
-    process = sandbox.commands.run("sleep 1000", background=True)
+    sandbox, process = at_work(sdk)
+    sandbox.commands.run("sync")
     assert sandbox.pause(mode="full")
     sandbox.connect(timeout=300, on_resume="reboot")
-    assert sandbox.files.read("kept") == "here\n"
-    assert process.pid not in [other.pid for other in sandbox.commands.list()]
+    assert has_rebooted(sandbox, process)
     sandbox.kill()
 
 

@@ -4,21 +4,18 @@
 use ipnet::IpNet;
 
 use super::{
-    Action, Floor, Policy, PolicyError, addresses,
-    compile::{CompiledFloor, CompiledPolicy},
-    names::{NamePattern, NameSet},
+    Action, Policy, PolicyError, addresses,
+    compile::{self, CompiledFloor, CompiledPolicy},
+    names::NamePattern,
 };
 
-/// A name of no kind that is below a pattern's suffix: what matches it matches them all.
-const ANY_LABEL: &str = "any-name-below";
-
 impl CompiledPolicy {
-    /// Refuses rules of a sandbox's own policy that open what the operator's floor closes as a whole.
+    /// Refuses rules of the sandbox's own policy, as it was written, that open what the operator's floor closes as a whole.
     ///
     /// # Errors
     /// One does; the field is its place.
-    pub fn refuse_closed(floor: &Floor, own: &Policy) -> Result<(), PolicyError> {
-        let floor = super::compile::compile_floor(floor)?;
+    pub fn refuse_closed(&self, own: &Policy) -> Result<(), PolicyError> {
+        let floor = &self.floor;
         for (at, rule) in own.rules.iter().enumerate().filter(|(_, rule)| rule.action == Action::Allow) {
             let refused = |field: &str, index: usize, what: &str, why: &str| {
                 Err(PolicyError::new(
@@ -27,12 +24,12 @@ impl CompiledPolicy {
                 ))
             };
             for (index, name) in rule.names.iter().enumerate() {
-                if is_closed_name(&floor.deny_names, name) {
+                if NamePattern::parse(name).is_ok_and(|pattern| floor.deny_names.covers(&pattern)) {
                     return refused("names", index, name, "the operator has closed it, or it serves metadata");
                 }
             }
             for (index, cidr) in rule.cidrs.iter().enumerate() {
-                if let Some(why) = super::compile::network(cidr).and_then(|network| why_closed(&floor, &network)) {
+                if let Some(why) = compile::network(cidr).and_then(|network| why_closed(floor, &network)) {
                     return refused("cidrs", index, cidr, why);
                 }
             }
@@ -44,16 +41,6 @@ impl CompiledPolicy {
             }
         }
         Ok(())
-    }
-}
-
-fn is_closed_name(closed: &NameSet, pattern: &str) -> bool {
-    match NamePattern::parse(pattern) {
-        Ok(NamePattern::Exact(name)) => closed.matches(&name),
-        Ok(NamePattern::Below { suffix, apex }) => {
-            closed.matches(&format!("{ANY_LABEL}.{suffix}")) && (!apex || closed.matches(&suffix))
-        }
-        Ok(NamePattern::Any | NamePattern::Regex(_)) | Err(_) => false,
     }
 }
 
@@ -72,12 +59,13 @@ fn why_closed(floor: &CompiledFloor, network: &IpNet) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Floor, *};
 
     fn refused(floor: &str, rule: &str) -> Option<String> {
         let floor: Floor = serde_json::from_str(floor).expect("a floor");
         let policy: Policy = serde_json::from_str(&format!(r#"{{"rules": [{rule}]}}"#)).expect("a policy");
-        CompiledPolicy::refuse_closed(&floor, &policy).err().map(|error| error.field)
+        let compiled = CompiledPolicy::compile(&floor, &policy).expect("compiles");
+        compiled.refuse_closed(&policy).err().map(|error| error.field)
     }
 
     #[test]

@@ -180,7 +180,7 @@ impl CompiledPolicy {
     }
 }
 
-pub(super) fn compile_floor(floor: &Floor) -> Result<CompiledFloor, PolicyError> {
+fn compile_floor(floor: &Floor) -> Result<CompiledFloor, PolicyError> {
     let open = networks("floor.open_cidrs", &floor.open_cidrs)?;
     if let Some(at) = open.iter().position(addresses::is_all_metadata) {
         let problem = "metadata addresses hand out the host's credentials and cannot be opened";

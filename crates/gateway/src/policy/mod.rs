@@ -34,7 +34,7 @@ pub use self::{
     connect::{Decision, Destination, Reason},
     explain::Explanation,
     http::{CanonicalPath, HttpDecision, HttpQuestion},
-    names::{NameError, NamePattern, any_matches, normalize_name},
+    names::{NameError, NamePattern, any_covers, any_matches, normalize_name},
     simple::SimplePolicy,
 };
 

@@ -92,6 +92,14 @@ pub fn any_matches(patterns: &[String], name: &str) -> Result<bool, NameError> {
     Ok(NameSet::parse(patterns)?.matches(name))
 }
 
+/// Whether whatever matches `pattern` matches one of the patterns, as far as can be told without knowing all names.
+///
+/// # Errors
+/// The first of `patterns` that is no pattern.
+pub fn any_covers(patterns: &[String], pattern: &NamePattern) -> Result<bool, NameError> {
+    Ok(NameSet::parse(patterns)?.covers(pattern))
+}
+
 /// A regular expression that has to match a text as a whole and cannot grow large.
 pub(super) fn whole_regex(pattern: &str) -> Result<Regex, String> {
     regex::bytes::RegexBuilder::new(&format!("^(?:{pattern})$"))
@@ -138,6 +146,18 @@ impl NameSet {
             rest = parent;
         }
         self.regexes.iter().any(|regex| regex.is_match(name.as_bytes()))
+    }
+
+    /// As [`any_covers`].
+    pub(crate) fn covers(&self, pattern: &NamePattern) -> bool {
+        match pattern {
+            NamePattern::Exact(name) => self.matches(name),
+            // A name of no kind: what matches it by its suffix matches all that have it.
+            NamePattern::Below { suffix, apex } => {
+                self.matches(&format!("any-name.{suffix}")) && (!apex || self.matches(suffix))
+            }
+            NamePattern::Any | NamePattern::Regex(_) => false,
+        }
     }
 
     pub(crate) fn is_empty(&self) -> bool {

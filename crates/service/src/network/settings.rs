@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use stockade_gateway::{
     HostPort, broker,
     policy::{
-        EgressProxy, NamePattern, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution, any_matches,
+        EgressProxy, NamePattern, OtherHost, Places, Policy, PolicyError, SimplePolicy, Substitution, any_covers,
     },
 };
 use stockade_model::{quoted, shortened};
@@ -224,10 +224,10 @@ impl Settings {
     /// Where in the short form a rule that was made of it comes from.
     fn short_field(&self, field: &str) -> String {
         let at = field.strip_prefix("rules[").and_then(|rest| rest.split_once(']')?.0.parse::<usize>().ok());
-        match at.map(|at| (at, at.checked_sub(self.spec.deny.len()))) {
-            Some((_, Some(at))) => format!("allow[{at}]"),
-            Some((at, None)) => format!("deny[{at}]"),
-            None => field.to_owned(),
+        let Some(at) = at else { return field.to_owned() };
+        match at.checked_sub(self.spec.deny.len()) {
+            Some(at) => format!("allow[{at}]"),
+            None => format!("deny[{at}]"),
         }
     }
 
@@ -245,19 +245,11 @@ impl Settings {
     }
 }
 
-/// Whether whatever matches `pattern` matches one of `patterns`, as far as can be told without knowing all names. What
-/// is no pattern is refused elsewhere, by its place.
+/// Whether a secret that may go to `patterns` may go to whatever matches `pattern`. What is no pattern is refused elsewhere,
+/// by its place.
 fn covers(patterns: &[String], pattern: &str) -> bool {
-    let matches = |name: &str| any_matches(patterns, name) == Ok(true);
     patterns.iter().any(|one| one == "*" || one == pattern)
-        || match NamePattern::parse(pattern) {
-            Ok(NamePattern::Exact(name)) => matches(&name),
-            Ok(NamePattern::Below { suffix, apex }) => {
-                matches(&format!("any-name.{suffix}")) && (!apex || matches(&suffix))
-            }
-            Ok(NamePattern::Any | NamePattern::Regex(_)) => false,
-            Err(_) => true,
-        }
+        || NamePattern::parse(pattern).map_or(true, |pattern| any_covers(patterns, &pattern) == Ok(true))
 }
 
 /// The `Host` of requests to a port; `None`: it is none.
