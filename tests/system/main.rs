@@ -2,6 +2,7 @@
 
 mod accelerator;
 mod base_template;
+mod code_interpreter;
 mod cpython;
 mod e2b_sdk;
 mod field_cases;

@@ -2,7 +2,8 @@
 //!
 //! A pool machine has no record: after a crash the sweep at start removes it. Claiming takes it out of
 //! the pool under a lock, so it has one owner at most; the owner writes the record before it resumes
-//! it. Refilling waits until no client's create is under way and then takes one restore at a time.
+//! it. Refilling waits until no client's create is under way, under emulation also until who claimed last has had
+//! its first command, and then takes one restore at a time.
 //!
 //! How many are kept: of a template the configured number, of a snapshot none; more of either, the more were asked
 //! for in the last minutes; and of all together no more than the budget of memory holds.
@@ -28,6 +29,9 @@ use crate::{
 
 /// How often a refill that gave way to creates looks again, should it miss their end.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// From a claim on, an emulated machine has the processors for so long before the next one is made: a restore and a
+/// rehearsal take a second of them, and the first command of who has just been given a sandbox would wait for it.
+const CLAIMANTS_TIME: Duration = Duration::from_secs(1);
 /// How often it is looked whether there are more than are still wanted.
 const SHRINK_EVERY: Duration = Duration::from_secs(15);
 /// The most of one kind.
@@ -39,6 +43,7 @@ pub(crate) struct Pool {
     size: usize,
     budget_bytes: u64,
     kinds: Mutex<BTreeMap<Kind, Ready>>,
+    last_claim: Mutex<Option<Instant>>,
     wanted: Notify,
 }
 
@@ -138,7 +143,7 @@ impl Ready {
 
 impl Pool {
     pub(crate) fn new(size: usize, budget_bytes: u64) -> Self {
-        Self { size, budget_bytes, kinds: Mutex::default(), wanted: Notify::new() }
+        Self { size, budget_bytes, kinds: Mutex::default(), last_claim: Mutex::default(), wanted: Notify::new() }
     }
 
     /// Keeps machines of a template ready from now on.
@@ -172,8 +177,16 @@ impl Pool {
             ready.demand.add_one();
             ready.machines.pop_front()
         };
+        if held.is_some() {
+            *self.last_claim.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        }
         self.wake();
         held.map(|held| held.machine)
+    }
+
+    /// Until when who claimed last has the processors.
+    fn claimants_time(&self) -> Option<Instant> {
+        self.last_claim.lock().unwrap_or_else(PoisonError::into_inner).map(|at| at + CLAIMANTS_TIME)
     }
 
     /// Takes a machine (back) in; gives it back if there is no place for it.
@@ -276,13 +289,25 @@ pub(crate) async fn refill(core: Arc<Core>) {
             drop(tokio::time::timeout_at(at, wanted).await);
             continue;
         };
-        while core.creates_in_flight() > 0 {
-            tokio::time::timeout(LOOK_AGAIN, core.pool.wanted.notified()).await.ok();
-        }
+        give_way(&core).await;
         let restored = restore(&core, &kind, &place).await;
         core.pool.note(&kind, restored.is_ok());
         if let Err(error) = restored {
             warn!(?kind, error = &*error as &dyn std::error::Error, "pool machine not restored, trying again later");
+        }
+    }
+}
+
+/// Waits until nobody would have to wait for a refill.
+async fn give_way(core: &Core) {
+    let is_emulated = core.engine().info().accelerator == Accelerator::Tcg;
+    loop {
+        while core.creates_in_flight() > 0 {
+            tokio::time::timeout(LOOK_AGAIN, core.pool.wanted.notified()).await.ok();
+        }
+        match core.pool.claimants_time().filter(|until| is_emulated && *until > Instant::now()) {
+            Some(until) => tokio::time::sleep_until(until).await,
+            None => return,
         }
     }
 }

@@ -94,6 +94,7 @@ pub(super) async fn packages(python: &Path) -> Result<Packages, Failure> {
     Ok(packages)
 }
 
+/// On a server without a pool.
 pub(super) async fn measure(server: &Throwaway, python: &Path, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
     let (mut sdk, packages) = Sdk::start(python, &server.e2b_variables()?).await?;
     let release = packages.e2b.as_deref().unwrap_or_default();
@@ -115,19 +116,34 @@ pub(super) async fn measure(server: &Throwaway, python: &Path, n: usize, ui: Ui)
         Measure::single("create to first command, E2B SDK / ours (medians)", "x", ratio),
     ];
     if packages.have_code_interpreter() {
-        measures.extend(code(server, &mut sdk, n, ui).await?);
+        measures.extend(code(server, &mut sdk, 0, n, ui).await?);
     }
     Ok(measures)
 }
 
-async fn code(server: &Throwaway, sdk: &mut Sdk, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+/// Code on sandboxes out of a pool that keeps `machines` in all.
+pub(super) async fn measure_pooled(
+    server: &Throwaway,
+    python: &Path,
+    machines: usize,
+    n: usize,
+    ui: Ui,
+) -> Result<Vec<Measure>, Failure> {
+    let (mut sdk, _) = Sdk::start(python, &server.e2b_variables()?).await?;
+    code(server, &mut sdk, machines, n, ui).await
+}
+
+async fn code(server: &Throwaway, sdk: &mut Sdk, pool: usize, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
     ui.note(&format!("run_code(\"{CODE}\") on fresh sandboxes, our own API and E2B's SDK in turn: {n} each"));
     let mut all = [Samples::default(), Samples::default(), Samples::default(), Samples::default()];
     native_code(server).await?;
     sdk.sample("code").await?;
     for _ in 0..n {
         for (at, theirs) in [(0, false), (2, true)] {
-            server.quiet(0).await?;
+            match pool {
+                0 => server.quiet(0).await?,
+                machines => server.quiet_pool(machines).await?,
+            }
             let sample = if theirs { sdk.sample("code").await } else { native_code(server).await };
             match sample {
                 Ok(ms) => ms.iter().enumerate().for_each(|(index, ms)| all[at + index].push(Ok::<_, Failure>(*ms))),
@@ -138,7 +154,8 @@ async fn code(server: &Throwaway, sdk: &mut Sdk, n: usize, ui: Ui) -> Result<Vec
     let names = ["our API: create to first result", "our API: run_code(\"1+1\") on a fresh sandbox"];
     let sdks = ["E2B SDK: create to first result", "E2B SDK: run_code(\"1+1\") on a fresh sandbox"];
     let names = names.into_iter().chain(sdks);
-    Ok(names.zip(all).map(|(name, samples)| Measure::new(name, "ms", samples)).collect())
+    let from = if pool == 0 { "" } else { ", out of the pool" };
+    Ok(names.zip(all).map(|(name, samples)| Measure::new(format!("{name}{from}"), "ms", samples)).collect())
 }
 
 /// From the request for a sandbox, and from its answer, to the value of the code.

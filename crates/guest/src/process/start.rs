@@ -44,6 +44,8 @@ const DEFAULT_TERM: &str = "xterm-256color";
 /// A tag travels in a URL.
 const MAX_TAG: usize = 1024;
 const REHEARSAL_MS: u64 = 30_000;
+/// A program of the template's; how it ends is its own affair.
+const TEMPLATES_REHEARSAL: &str = "/usr/local/lib/stockade/rehearsal";
 const BASH: &str = "/bin/bash";
 /// The agent's, also where no path leads to it any more.
 const OWN_PROGRAM: &str = "/proc/self/exe";
@@ -57,9 +59,11 @@ impl Agent {
 
     /// Runs a command that does nothing, through all a command goes through, and forgets it: an emulator translates
     /// what it has not run yet, and the first command would have to wait for that. The shell becomes a program, so that
-    /// both have run.
+    /// both have run. Before, what the template brings for the same purpose: only it knows what its services do first.
     pub(crate) async fn rehearse(&self) -> Result<Reader> {
-        let echo = StartRequest::new(Command::Shell("exec /bin/echo".to_owned()));
+        let echo = StartRequest::new(Command::Shell(format!(
+            "if [ -x {TEMPLATES_REHEARSAL} ]; then {TEMPLATES_REHEARSAL} </dev/null >/dev/null 2>&1; fi; exec /bin/echo"
+        )));
         let request = StartRequest { timeout_ms: Some(REHEARSAL_MS), ..echo };
         self.start_whole(request, false).await
     }

@@ -33,6 +33,7 @@ pub(crate) const SETUP: &str = include_str!("setup.sh");
 const FILES: &[(&str, &str)] = &[
     ("requirements.txt", REQUIREMENTS),
     ("serve.sh", include_str!("serve.sh")),
+    ("rehearse.sh", include_str!("rehearse.sh")),
     ("kernels/bash.json", include_str!("kernels/bash.json")),
     ("kernels/deno.json", include_str!("kernels/deno.json")),
     ("kernels/python3.json", include_str!("kernels/python3.json")),

@@ -20,6 +20,7 @@ for kernel in /tmp/code-interpreter/kernels/*.json; do
 	install -m 0644 "$kernel" "$directory/kernel.json"
 done
 install -m 0755 /tmp/code-interpreter/serve.sh /usr/local/bin/stockade-code-interpreter
+install -D -m 0755 /tmp/code-interpreter/rehearse.sh /usr/local/lib/stockade/rehearsal
 
 # Fonts are searched once, here; every kernel finds the result.
 mkdir -p /root/.cache

@@ -6,6 +6,7 @@
     POST   /contexts                 {language?, cwd?} -> {id, language, cwd}
     POST   /contexts/{id}/restart
     DELETE /contexts/{id}
+    POST   /rehearsal                goes through what a first run goes through; nothing of it is left
 
 Lines have a `type`: number_of_executions, stdout, stderr, result, error, keepalive, and end_of_execution last.
 """
@@ -33,6 +34,10 @@ get_ipython().display_formatter.format(pandas.DataFrame({"a": [1]}))
 _plot.close("all")
 del _plot, _figure, e2b_charts, numpy, pandas
 """
+
+
+# Shown, but neither counted nor kept as `_`.
+REHEARSED = "display(1 + 1)"
 
 
 class Handler(tornado.web.RequestHandler):
@@ -106,6 +111,12 @@ class Execute(Handler):
             self.sink.is_gone = True
 
 
+class Rehearsal(Handler):
+    async def post(self):
+        context = await self.contexts.default("python")
+        await execution.run(context, REHEARSED, {}, execution.Sink(self), is_remembered=False)
+
+
 class ContextList(Handler):
     def get(self):
         self.finish(json.dumps([context.view() for context in self.contexts.list()]))
@@ -162,6 +173,7 @@ async def serve(port, cwd):
         [
             (r"/health", Health, arguments),
             (r"/execute", Execute, arguments),
+            (r"/rehearsal", Rehearsal, arguments),
             (r"/contexts", ContextList, arguments),
             (r"/contexts/([^/]+)", One, arguments),
             (r"/contexts/([^/]+)/restart", Restart, arguments),

@@ -120,12 +120,12 @@ class Context:
         finally:
             self.output.forget(message)
 
-    def request(self, code, silent=False, metadata=None):
-        """A request to run code."""
+    def request(self, code, silent=False, metadata=None, is_remembered=True):
+        """A request to run code; what is not remembered is neither counted nor in the history."""
         content = {
             "code": code,
             "silent": silent,
-            "store_history": not silent,
+            "store_history": is_remembered and not silent,
             "user_expressions": {},
             "allow_stdin": False,
             "stop_on_error": True,

@@ -15,7 +15,7 @@ class ClientGone(Exception):
     """Nobody reads any more."""
 
 
-async def run(context, code, run_env, sink):
+async def run(context, code, run_env, sink, is_remembered=True):
     """Runs `code` and writes what happens to `sink`. Returns when the context is free again."""
     async with Keepalive(sink):
         await context.lock.acquire()
@@ -25,7 +25,7 @@ async def run(context, code, run_env, sink):
             await context.ensure_alive()
             beside, back = await context.prepare_env(run_env)
         killed = oom_kills()
-        message = context.request(code, metadata=beside)
+        message = context.request(code, metadata=beside, is_remembered=is_remembered)
         replies = context.output.expect(message)
         output = context.output
         try:
