@@ -178,8 +178,10 @@ async fn mint(headers: HeaderMap, Json(asked): Json<Value>) -> Response {
         return StatusCode::FORBIDDEN.into_response();
     }
     let text = |name: &str| asked[name].as_str().unwrap_or_default().to_owned();
-    let value = format!("minted-for-{}-{}-{}", text("host"), text("sandbox"), asked["metadata"]["team"]);
-    Json(json!({"value": value.replace('"', ""), "expires_in": 600})).into_response()
+    let said: Vec<_> =
+        asked["metadata"].as_object().into_iter().flatten().filter_map(|(_, said)| said.as_str()).collect();
+    let value = format!("minted-for-{}-{}-{}", text("host"), text("sandbox"), said.join("-"));
+    Json(json!({"value": value, "expires_in": 600})).into_response()
 }
 
 fn base64(text: String) -> String {

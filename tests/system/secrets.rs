@@ -140,6 +140,39 @@ async fn values_are_made_when_they_are_needed_and_a_request_without_one_is_not_s
 }
 
 #[tokio::test]
+async fn each_user_has_values_of_their_own_and_one_value_in_all_of_their_sandboxes() {
+    let world = World::start(&NAMES).await;
+    let place = tempfile::tempdir().expect("a directory");
+    let bearer = place.path().join("bearer");
+    std::fs::write(&bearer, format!("{MINT_BEARER}\n")).expect("written");
+    let network = world.network_file(&json!({ "secrets": { "personal": {
+        "hosts": ["api.world.example"],
+        "shared_by": { "metadata": "user" },
+        "mint": { "callback": { "url": "https://login.example/mint", "bearer_file": bearer } },
+    }}}));
+    let server = TestServer::start_with(&["--pool", "0", "--network", &network]).await;
+    let network = uses(&[("PERSONAL", "personal")]);
+    let of = |metadata: Value| create(&server, json!({ "network": network, "metadata": metadata }));
+
+    let ann = of(json!({ "user": "ann", "team": "red" })).await;
+    let bob = of(json!({ "user": "bob", "team": "red" })).await;
+    let ann_again = of(json!({ "user": "ann", "team": "blue" })).await;
+    for (sandbox, user) in [(&ann, "ann"), (&bob, "bob"), (&ann_again, "ann"), (&bob, "bob"), (&ann, "ann")] {
+        let (status, body) = ask(sandbox, "PERSONAL").await;
+        assert_eq!(status, "200", "{body}");
+        // Neither the sandbox nor what else its metadata says: the value is not for it alone.
+        assert!(body.contains(&format!("Bearer minted-for-api.world.example--{user}\"")), "{user}: {body}");
+    }
+    assert_eq!(world.seen().iter().filter(|request| request["path"] == "/mint").count(), 2);
+
+    let nobody = of(json!({ "team": "red" })).await;
+    let (status, body) = ask(&nobody, "PERSONAL").await;
+    assert_eq!(status, "502", "{body}");
+    assert!(body.contains("secret_unavailable") && body.contains("`user`"), "{body}");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn no_secret_is_found_in_anything_the_server_keeps_or_says() {
     const KEPT: &str = "sk-live-kept-5c1e77a0";
     const HEADER: &str = "sk-live-header-91bb42";

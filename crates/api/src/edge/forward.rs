@@ -11,7 +11,10 @@ use stockade_model::{Sandbox, SandboxState};
 use stockade_service::ServiceError;
 use stockade_wire::ErrorCode;
 
-use crate::{AppState, error::chain};
+use crate::{AppState, error::chain, server::Peer};
+
+const FORWARDED_HOST: &str = "x-forwarded-host";
+const FORWARDED_PROTO: &str = "x-forwarded-proto";
 
 /// A server that is just starting is still reached: pauses between tries, about a second in all.
 const RETRY_PAUSES: [Duration; 4] =
@@ -143,7 +146,13 @@ fn rewrite(request: &mut Request, upgrade: Option<&HeaderValue>, mask: Option<He
     *request.version_mut() = Version::HTTP_11;
     strip_hop_by_hop(request.headers_mut(), upgrade);
     if let Some(host) = request.headers().get(header::HOST).cloned() {
-        request.headers_mut().insert("x-forwarded-host", host);
+        request.headers_mut().insert(FORWARDED_HOST, host);
+    }
+    if request.extensions().get::<Peer>().is_some_and(|peer| peer.is_secure) {
+        request.headers_mut().insert(FORWARDED_PROTO, HeaderValue::from_static("https"));
+    } else {
+        // Somebody in front may have ended the TLS, and says so.
+        request.headers_mut().entry(FORWARDED_PROTO).or_insert(HeaderValue::from_static("http"));
     }
     if let Some(mask) = mask {
         request.headers_mut().insert(header::HOST, mask);
@@ -187,10 +196,29 @@ mod tests {
         let make = || Request::builder().uri("/x").header("host", "8000-a.example").body(Body::empty()).expect("one");
         let mut request = make();
         rewrite(&mut request, None, Some(HeaderValue::from_static("localhost:8000")));
-        assert_eq!(request.headers(), &headers(&[("host", "localhost:8000"), ("x-forwarded-host", "8000-a.example")]));
+        let expected = [("host", "localhost:8000"), (FORWARDED_HOST, "8000-a.example"), (FORWARDED_PROTO, "http")];
+        assert_eq!(request.headers(), &headers(&expected));
         let mut request = make();
         rewrite(&mut request, None, None);
         assert_eq!(request.headers()["host"], "8000-a.example");
+    }
+
+    #[test]
+    fn the_guest_learns_whether_the_request_came_by_tls() {
+        let seen = |is_secure: bool, said: Option<&str>| {
+            let mut request = Request::builder().uri("/x").header("host", "8000-a.example");
+            if let Some(said) = said {
+                request = request.header(FORWARDED_PROTO, said);
+            }
+            let mut request = request.body(Body::empty()).expect("one");
+            request.extensions_mut().insert(Peer { address: ([127, 0, 0, 1], 1).into(), is_secure });
+            rewrite(&mut request, None, None);
+            request.headers()[FORWARDED_PROTO].to_str().expect("text").to_owned()
+        };
+        assert_eq!(seen(true, None), "https");
+        assert_eq!(seen(true, Some("http")), "https");
+        assert_eq!(seen(false, None), "http");
+        assert_eq!(seen(false, Some("https")), "https");
     }
 
     #[test]

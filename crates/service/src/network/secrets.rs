@@ -158,16 +158,21 @@ impl Provider {
             return Err(SecretError::Unknown(name.clone()));
         }
         allow(name, &minter.config.hosts, &request.host)?;
-        let shared_by = minter.config.shared_by;
-        let metadata = match shared_by {
-            SharedBy::Sandbox => Some(self.metadata(&workspace, request).await?),
-            SharedBy::Workspace | SharedBy::Deployment => None,
+        let shared_by = &minter.config.shared_by;
+        let (metadata, said) = match shared_by {
+            SharedBy::Sandbox => (Some(self.metadata(&workspace, request).await?), None),
+            SharedBy::Metadata(key) => {
+                let said = self.metadata(&workspace, request).await?.remove(key).ok_or_else(|| untold(name, key))?;
+                (Some(BTreeMap::from([(key.clone(), said.clone())])), Some(said))
+            }
+            SharedBy::Workspace | SharedBy::Deployment => (None, None),
         };
         let key = Key {
             secret: name.clone(),
             version: 0,
-            workspace: (shared_by != SharedBy::Deployment).then_some(workspace),
-            sandbox: (shared_by == SharedBy::Sandbox).then(|| request.sandbox.clone()),
+            workspace: (*shared_by != SharedBy::Deployment).then_some(workspace),
+            sandbox: (*shared_by == SharedBy::Sandbox).then(|| request.sandbox.clone()),
+            said,
             host: Some(request.host.clone()),
         };
         let asked = Asked {
@@ -207,6 +212,7 @@ impl Provider {
             version: record.version,
             workspace: Some(workspace),
             sandbox: None,
+            said: None,
             host: None,
         };
         let fetcher = Arc::clone(&self.fetcher);
@@ -234,6 +240,12 @@ impl SecretProvider for Provider {
 
 fn allow(name: &str, hosts: &[String], host: &str) -> Result<(), SecretError> {
     if any_matches(hosts, host) == Ok(true) { Ok(()) } else { Err(SecretError::Forbidden(name.to_owned())) }
+}
+
+/// Nothing tells whose value it should be.
+fn untold(name: &str, key: &str) -> SecretError {
+    let problem = format!("it is made per `{key}` of a sandbox's metadata, and this one's has none");
+    SecretError::Unavailable { name: name.to_owned(), problem }
 }
 
 fn unreadable(name: &str, problem: &(dyn std::error::Error + 'static)) -> SecretError {

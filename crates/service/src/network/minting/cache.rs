@@ -30,6 +30,8 @@ pub(crate) struct Key {
     pub(crate) version: u64,
     pub(crate) workspace: Option<WorkspaceId>,
     pub(crate) sandbox: Option<SandboxId>,
+    /// What the sandbox's metadata says where that tells apart who gets what.
+    pub(crate) said: Option<String>,
     pub(crate) host: Option<String>,
 }
 
@@ -166,7 +168,7 @@ mod tests {
 
     fn key(host: &str) -> Key {
         let host = Some(host.to_owned());
-        Key { secret: "s".to_owned(), version: 1, workspace: None, sandbox: None, host }
+        Key { secret: "s".to_owned(), version: 1, workspace: None, sandbox: None, said: None, host }
     }
 
     fn fresh(text: &str, seconds: u64) -> Result<Fresh, String> {

@@ -35,12 +35,15 @@ fn ten_seconds() -> u64 {
 }
 
 /// Who gets the same value. Its maker is told no more than this, so that it cannot depend on more.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
 #[serde(rename_all = "snake_case")]
 pub enum SharedBy {
     /// One sandbox, for one host.
     #[default]
     Sandbox,
+    /// All sandboxes of a workspace whose metadata says the same under this key, for one host: `{"metadata": "user"}`
+    /// is a value for each user. A sandbox whose metadata does not have the key gets none.
+    Metadata(String),
     /// All sandboxes of a workspace, for one host.
     Workspace,
     /// All sandboxes, for one host.
@@ -74,6 +77,9 @@ impl Minter {
         }
         if !(1..=LONGEST_PATIENCE.as_millis()).contains(&u128::from(config.timeout_ms)) {
             return Err(wrong(format!("timeout_ms: must be 1 to {}", LONGEST_PATIENCE.as_millis())));
+        }
+        if matches!(&config.shared_by, SharedBy::Metadata(key) if key.is_empty()) {
+            return Err(wrong("shared_by.metadata: names no key".to_owned()));
         }
         if let Mint::Callback(callback) = &config.mint {
             callback.check().map_err(|problem| wrong(format!("mint.callback.{problem}")))?;
@@ -125,6 +131,8 @@ mod tests {
             r#"{"hosts": ["a.example"], "mint": {"callback": {"url": "https://a.example/", "bearer_file": "/nowhere"}}}"#,
             r#"{"hosts": ["a.example"], "timeout_ms": 0, "mint": {"command": ["/bin/mint"]}}"#,
             r#"{"hosts": ["a.example"]}"#,
+            r#"{"hosts": ["a.example"], "shared_by": {"metadata": ""}, "mint": {"command": ["/bin/mint"]}}"#,
+            r#"{"hosts": ["a.example"], "shared_by": "user", "mint": {"command": ["/bin/mint"]}}"#,
         ] {
             assert!(read(bad).is_err(), "{bad}");
         }

@@ -54,7 +54,7 @@ pub(crate) struct Asked {
     pub(crate) workspace: Option<WorkspaceId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) sandbox: Option<SandboxId>,
-    /// The sandbox's metadata.
+    /// The sandbox's metadata, as far as the value is for it alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) metadata: Option<BTreeMap<String, String>>,
 }
