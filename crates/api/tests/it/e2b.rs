@@ -1,7 +1,10 @@
 //! E2B's control API: what sandboxes go through beside create and kill.
 
+use std::time::Duration;
+
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
+use stockade_engine::fake::{Moment, Step};
 
 use crate::support::{Answer, BASE, TestServer};
 
@@ -98,6 +101,22 @@ async fn a_strict_pause_needs_a_guest_that_answers() {
     assert!(refused.json["message"].as_str().is_some_and(|text| text.contains("was not paused")), "{refused:?}");
     assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["state"], "running");
     assert_eq!(post(&t, &pause, json!({})).await.status, StatusCode::NO_CONTENT);
+}
+
+#[tokio::test]
+async fn a_guest_that_was_paused_while_it_did_not_answer_is_told_by_the_code_the_sdks_know() {
+    let t = TestServer::start_with(|config| config.step_patience = Duration::from_secs(2)).await;
+    let id = create(&t, json!({"templateID": "base"})).await;
+    assert_eq!(post(&t, &format!("/sandboxes/{id}/pause"), json!({})).await.status, StatusCode::NO_CONTENT);
+    for path in ["connect", "resume"] {
+        let _silence = t.host.hang(Step::Link, Moment::Before);
+        let refused = post(&t, &format!("/sandboxes/{id}/{path}"), json!({"timeout": 60})).await;
+        assert_eq!(refused.status, StatusCode::CONFLICT, "{refused:?}");
+        assert_eq!(refused.json["error_code"], "sandbox_snapshot_guest_agent_unresponsive");
+        assert_eq!(get(&t, &format!("/sandboxes/{id}")).await["state"], "paused");
+    }
+    let back = post(&t, &format!("/sandboxes/{id}/connect"), json!({"timeout": 60, "memory": false})).await;
+    assert_eq!(back.status, StatusCode::CREATED, "{back:?}");
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use stockade_api::{ServeConfig, Server, Tls};
 use stockade_engine::fake::FakeHost;
 use stockade_model::Template;
-use stockade_service::{Service, fake};
+use stockade_service::{Service, ServiceConfig, fake};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -31,9 +31,13 @@ pub(crate) struct TestServer {
 
 impl TestServer {
     pub(crate) async fn start() -> Self {
+        Self::start_with(|_| {}).await
+    }
+
+    pub(crate) async fn start_with(change: impl FnOnce(&mut ServiceConfig)) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let host = FakeHost::hosting().expect("a host");
-        let service = service(&dir, &host).await;
+        let service = service(&dir, &host, change).await;
         let key = key_to(&service, "default").await;
         let stranger = key_to(&service, "strangers").await;
         let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -137,8 +141,11 @@ impl Answer {
     }
 }
 
-async fn service(dir: &TempDir, host: &FakeHost) -> Service {
-    let served = fake::serve(dir.path(), host, |config| config.metrics_period = Duration::ZERO);
+async fn service(dir: &TempDir, host: &FakeHost, change: impl FnOnce(&mut ServiceConfig)) -> Service {
+    let served = fake::serve(dir.path(), host, |config| {
+        config.metrics_period = Duration::ZERO;
+        change(config);
+    });
     let (service, _) = served.await.expect("a service");
     let created_at = "2026-01-02T03:04:05Z".parse().expect("a time");
     let base = Template { created_at, ..fake::template("base") };

@@ -42,6 +42,11 @@ impl HttpError {
         Self { status, message: message.into(), error_code: None, retry_after_seconds: None }
     }
 
+    /// A conflict that the SDKs know by a word of E2B's list.
+    pub(super) fn conflict(error_code: &'static str, message: String) -> Self {
+        Self { error_code: Some(error_code), ..Self::new(StatusCode::CONFLICT, message) }
+    }
+
     pub(super) fn bad_request(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, message)
     }

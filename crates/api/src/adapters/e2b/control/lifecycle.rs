@@ -12,6 +12,7 @@ use axum::{
 };
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
+use stockade_engine::EngineError;
 use stockade_model::{OnTimeout, Sandbox, SandboxId, SandboxState};
 use stockade_service::{ForkRequest, PauseMode, Principal, ServiceError};
 use tokio::time::timeout;
@@ -132,10 +133,19 @@ async fn bring_back(
     lifetime: Duration,
 ) -> Result<Sandbox, HttpError> {
     let service = &state.service;
-    Ok(match memory {
-        Some(false) => service.resume_from_disk(who, id, Some(lifetime)).await?,
-        _ => service.resume(who, id, Some(lifetime)).await?,
-    })
+    match memory {
+        Some(false) => Ok(service.resume_from_disk(who, id, Some(lifetime)).await?),
+        _ => service.resume(who, id, Some(lifetime)).await.map_err(|error| match error {
+            ServiceError::Engine(EngineError::GuestSilent { .. }) => HttpError::conflict(
+                "sandbox_snapshot_guest_agent_unresponsive",
+                format!(
+                    "the guest of sandbox {id} does not answer with the memory it was paused with; it is still paused. \
+                         memory false boots it from its disk"
+                ),
+            ),
+            other => other.into(),
+        }),
+    }
 }
 
 #[derive(Deserialize)]
