@@ -213,6 +213,25 @@ async fn a_sandbox_with_mcp_servers_needs_a_template_with_a_gateway() {
 }
 
 #[tokio::test]
+async fn an_upload_that_cannot_be_unpacked_is_the_clients_fault_and_said_so() {
+    let t = TestServer::start().await;
+    let made = post(&t, "/v2/sandboxes", json!({"templateID": "base"})).await;
+    let of = |field: &str| made.json[field].as_str().expect("it is told").to_owned();
+    let (host, token) = (format!("49983-{}.e2b.{BASE}", of("sandboxID")), of("envdAccessToken"));
+    for (encoding, status, words) in [
+        ("gzip", StatusCode::BAD_REQUEST, "the body cannot be read"),
+        ("br", StatusCode::UNSUPPORTED_MEDIA_TYPE, "\"br\" is not known"),
+    ] {
+        let request = t.client.post(t.url("/files?path=/tmp/broken-upload")).header("Host", &host);
+        let request = request.header("X-Access-Token", &token).header("Content-Encoding", encoding);
+        let refused = Answer::of(request.header("Content-Type", "application/octet-stream").body("abc")).await;
+        assert_eq!(refused.status, status, "{refused:?}");
+        assert_eq!(refused.json["code"], status.as_u16());
+        assert!(refused.json["message"].as_str().is_some_and(|text| text.contains(words)), "{refused:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_client_with_another_encoding_is_told_which_one_there_is() {
     let t = TestServer::start().await;
     let made = post(&t, "/v2/sandboxes", json!({"templateID": "base"})).await;

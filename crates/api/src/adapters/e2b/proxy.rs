@@ -97,11 +97,13 @@ async fn admit(app: &AppState, id: &str, port: u16, request: &mut Request) -> Re
     Ok(ingress)
 }
 
-/// Running code is what a secured sandbox's token is for, and every client sends it. The interpreter's other
-/// routes are open to whoever knows the address, as other ports are: clients have no token there.
+/// Running code is what a secured sandbox's token is for. E2B's clients send it there, and none to list, make, restart
+/// and remove contexts: those are open to whoever knows the address, as other ports are, unless the sandbox has no
+/// public traffic.
 fn code_needs_token(sandbox: &Sandbox, port: u16, request: &Request) -> Result<(), HttpError> {
-    if port == CODE_INTERPRETER_PORT && request.uri().path() == "/execute" && request.method() != http::Method::OPTIONS
-    {
+    let path = request.uri().path();
+    let is_open = path == "/health" || path == "/contexts" || path.starts_with("/contexts/");
+    if port == CODE_INTERPRETER_PORT && !is_open && request.method() != http::Method::OPTIONS {
         return check_token(sandbox, request.headers());
     }
     Ok(())

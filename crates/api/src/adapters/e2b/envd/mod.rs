@@ -95,7 +95,8 @@ pub(super) fn router() -> Router {
         .route_layer(middleware::from_fn(require_token));
     let files = Router::new()
         .route("/files", get(files::download).post(uploads::upload))
-        .layer(RequestDecompressionLayer::new());
+        // What it does not know is refused by the handler, in words.
+        .layer(RequestDecompressionLayer::new().pass_through_unaccepted(true));
     Router::new()
         .route("/health", get(misc::health))
         .merge(files)

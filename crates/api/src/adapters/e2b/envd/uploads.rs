@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     task::{Context, Poll},
     time::Duration,
 };
@@ -66,8 +66,15 @@ impl Upload {
             mode: None,
             attributes: Some(attributes),
         };
-        let written = self.entered.guest.write_file(&request, body).await;
-        let entry = written.map_err(|error| asked(&self.user, &path).http_error(error))?;
+        let problem = Arc::new(OnceLock::new());
+        let noted = Arc::clone(&problem);
+        let body = body.inspect_err(move |error| _ = noted.set(error.to_string()));
+        let written = self.entered.guest.write_file(&request, Box::pin(body)).await;
+        let entry = written.map_err(|error| match problem.get() {
+            // What the guest saw of it is a stream that broke off.
+            Some(problem) => HttpError::bad_request(format!("the body cannot be read: {problem}")),
+            None => asked(&self.user, &path).http_error(error),
+        })?;
         Ok(Written::new(entry, self.metadata.clone()))
     }
 
@@ -88,6 +95,10 @@ pub(super) async fn upload(
     request: Request,
 ) -> Result<Json<Vec<Written>>, HttpError> {
     query.check(&entered, request.headers(), "write")?;
+    if let Some(encoding) = request.headers().get(header::CONTENT_ENCODING).filter(|encoding| *encoding != "identity") {
+        let message = format!("the content encoding {encoding:?} is not known; send the body as it is, or as gzip");
+        return Err(HttpError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+    }
     let metadata = metadata_of(request.headers())?;
     let upload = Upload { entered, user: query.user(), metadata };
     let content_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
