@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from conftest import PATIENCE_S, cells, stdout
+from conftest import PATIENCE_S, PATIENT, cells, stdout
 from e2b_code_interpreter import Sandbox
 from e2b.exceptions import TimeoutException
 
@@ -93,6 +93,39 @@ def test_a_kernel_that_dies_is_reported_and_replaced(run, context):
     assert run("other").text == "lives"
 
 
+def test_a_kernel_that_died_between_two_runs_is_told_to_the_next_one(run, box, context):
+    pid = run("import os\nlost = os.getpid(); lost", context=context).text
+    box.commands.run(f"kill -9 {pid}", user="root")
+    execution = run("ran = 1", context=context)
+    assert execution.error.name == "KernelDied"
+    assert "signal 9" in execution.error.value and "was not run" in execution.error.value
+    assert run("'ran' in globals(), 'lost' in globals()", context=context).text == "(False, False)"
+
+
+def test_a_restart_ends_what_runs_in_a_context(run, box, context):
+    ended = []
+    first = threading.Thread(target=lambda: ended.append(run("import time; print('in'); time.sleep(60)", context=context)))
+    first.start()
+    time.sleep(3)
+    box.restart_code_context(context)
+    first.join()
+    assert ended[0].error.name == "ContextEnded"
+    assert run("1 + 1", context=context).text == "2"
+
+
+@pytest.mark.long
+def test_a_context_for_which_there_is_no_memory_is_refused():
+    sandbox = Sandbox.create(timeout=1200)
+    made = []
+    with pytest.raises(Exception, match="memory are left") as refused:
+        for _ in range(40):
+            made.append(sandbox.create_code_context(request_timeout=PATIENCE_S))
+    assert made, refused.value
+    assert sandbox.commands.run("echo alive").stdout == "alive\n"
+    assert sandbox.run_code("1 + 1", **PATIENT).text == "2"
+    sandbox.kill()
+
+
 @pytest.mark.long
 def test_a_kernel_without_memory_says_so():
     box = Sandbox.create(timeout=1200)
@@ -125,6 +158,8 @@ def test_the_service_comes_back_after_it_was_killed():
                 time.sleep(1)
         else:
             raise AssertionError("the service did not come back")
+        # The kernels of the one before went with it.
+        assert box.commands.run("pgrep -c deno").stdout == "1\n"
     finally:
         box.kill()
 

@@ -46,6 +46,23 @@ def test_an_error_has_name_value_and_traceback(run):
     assert run("2").text == "2"
 
 
+def test_text_that_is_no_unicode_is_shown_by_its_escapes(run):
+    execution = run("print('caf\\ud800')\n'\\udfff'")
+    assert (stdout(execution), execution.text) == ("caf\\ud800\n", "\\udfff")
+    failed = run("raise Exception('caf\\ud800')")
+    assert (failed.error.name, failed.error.value) == ("Exception", "caf\\ud800")
+    assert run("2").text == "2"
+
+
+def test_code_that_ends_like_a_program_keeps_its_state(run):
+    for ending in ("exit()", "quit()", "exit"):
+        execution = run(f"kept = {ending!r}\nprint('done')\n{ending}")
+        assert (execution.error, stdout(execution)) == (None, "done\n")
+        assert run("kept").text == ending
+    assert run("import sys; sys.exit(3)").error.name == "SystemExit"
+    assert run("kept").text == "exit"
+
+
 def test_a_syntax_error_is_an_error(run):
     assert run("1 +* 2").error.name == "SyntaxError"
 

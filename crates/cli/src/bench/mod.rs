@@ -55,7 +55,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Failure> {
     let data_dir = common.data_dir.clone().unwrap_or_else(default_data_dir);
     let cache = common.template_cache.clone().unwrap_or_else(|| data_dir.join("cache"));
-    let shared = Shared { cache, authority: data_dir.join("network-ca") };
+    let shared = Shared::new(&data_dir, cache)?;
     let accel = match args.accel {
         Accel::Auto => "auto",
         Accel::Kvm => "kvm",

@@ -55,22 +55,50 @@ struct ProcessId {
     pid: i32,
 }
 
-/// What throwaway servers have in common with the server this user has, or will have.
+/// What throwaway servers have in common with each other and with the server this user has, if there is one.
 pub(super) struct Shared {
     pub(super) cache: PathBuf,
-    /// Templates are made with the authority that their machines trust.
-    pub(super) authority: PathBuf,
+    /// Templates are made with the authority that their machines trust: another one's are made anew.
+    authority: PathBuf,
+    /// The first throwaway server's, where the user has no server.
+    _own: Option<TempDir>,
 }
 
+const AUTHORITY: &str = "network-ca";
+const AUTHORITY_FILES: [&str; 2] = ["ca.pem", "ca.key"];
+
 impl Shared {
-    fn copy_authority(&self, data_dir: &Path) -> io::Result<()> {
-        let (own, names) = (data_dir.join("network-ca"), ["ca.pem", "ca.key"]);
-        if !names.iter().all(|name| self.authority.join(name).is_file()) {
-            return Ok(());
+    pub(super) fn new(data_dir: &Path, cache: PathBuf) -> Result<Self, Failure> {
+        let authority = data_dir.join(AUTHORITY);
+        if is_authority(&authority) {
+            return Ok(Self { cache, authority, _own: None });
         }
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&own)?;
-        names.iter().try_for_each(|name| fs::copy(self.authority.join(name), own.join(name)).map(drop))
+        let own = TempDir::with_prefix("stockade-bench-").map_err(|error| Failure::host("make a directory", error))?;
+        Ok(Self { cache, authority: own.path().join(AUTHORITY), _own: Some(own) })
     }
+
+    fn give_authority(&self, data_dir: &Path) -> Result<(), Failure> {
+        copy_authority(&self.authority, &data_dir.join(AUTHORITY))
+    }
+
+    fn keep_authority(&self, data_dir: &Path) -> Result<(), Failure> {
+        if is_authority(&self.authority) { Ok(()) } else { copy_authority(&data_dir.join(AUTHORITY), &self.authority) }
+    }
+}
+
+fn is_authority(directory: &Path) -> bool {
+    AUTHORITY_FILES.iter().all(|name| directory.join(name).is_file())
+}
+
+/// Copies it if it is there.
+fn copy_authority(from: &Path, to: &Path) -> Result<(), Failure> {
+    if !is_authority(from) {
+        return Ok(());
+    }
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(to);
+    let copy = |name: &&str| fs::copy(from.join(name), to.join(name)).map(drop);
+    let copied = made.and_then(|()| AUTHORITY_FILES.iter().try_for_each(copy));
+    copied.map_err(|error| Failure::host(format!("copy {}", from.display()), error))
 }
 
 impl Throwaway {
@@ -79,8 +107,7 @@ impl Throwaway {
         let directory =
             TempDir::with_prefix("stockade-bench-").map_err(|error| Failure::host("make a directory", error))?;
         let data_dir = directory.path().join("data");
-        let copied = shared.copy_authority(&data_dir);
-        copied.map_err(|error| Failure::host(format!("copy {}", shared.authority.display()), error))?;
+        shared.give_authority(&data_dir)?;
         let program = env::current_exe().map_err(|error| Failure::host("find this program", error))?;
         let log = directory.path().join("log");
         let log_file = File::create(&log).map_err(|error| Failure::host(format!("make {}", log.display()), error))?;
@@ -101,6 +128,7 @@ impl Throwaway {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log_file).kill_on_drop(true);
         let child = command.spawn().map_err(|error| Failure::host("start a server", error))?;
         let (child, ready) = wait_until_ready(child, &data_dir, &log).await?;
+        shared.keep_authority(&data_dir)?;
         let client = Client::new(&ready.http_url, Secret::new(ready.read_key()?), None)?;
         Ok(Self { child, directory, client, accel: ready.accel })
     }

@@ -44,6 +44,7 @@ const FILES: &[(&str, &str)] = &[
     ("stockade_code/execution.py", include_str!("stockade_code/execution.py")),
     ("stockade_code/identity.py", include_str!("stockade_code/identity.py")),
     ("stockade_code/kernel.py", include_str!("stockade_code/kernel.py")),
+    ("stockade_code/memory.py", include_str!("stockade_code/memory.py")),
     ("stockade_code/languages.py", include_str!("stockade_code/languages.py")),
     ("stockade_code/output.py", include_str!("stockade_code/output.py")),
     ("stockade_code/results.py", include_str!("stockade_code/results.py")),

@@ -70,13 +70,19 @@ class Handler(tornado.web.RequestHandler):
             raise tornado.web.HTTPError(400, reason=f"{name} is not a text")
         return value
 
+    def finish_json(self, value):
+        self.set_header("Content-Type", "application/json")
+        self.finish(json.dumps(value))
+
     def write_error(self, status_code, **_kwargs):
         self.refuse(status_code, self._reason)
 
 
 class Health(Handler):
     def get(self):
-        self.finish('"OK"')
+        if not self.contexts.are_warm:
+            return self.refuse(503, "the first kernels are starting")
+        self.finish_json("OK")
 
 
 class Execute(Handler):
@@ -90,6 +96,8 @@ class Execute(Handler):
         env = body.get("env_vars") or {}
         if code is None:
             return self.refuse(400, "code is missing")
+        if execution.HALF_A_PAIR.search(code):
+            return self.refuse(400, "code has half a surrogate pair in it, which is no character")
         if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
             return self.refuse(400, "env_vars is not an object of texts")
         if any(not name or "=" in name or "\0" in name + value for name, value in env.items()):
@@ -119,7 +127,7 @@ class Rehearsal(Handler):
 
 class ContextList(Handler):
     def get(self):
-        self.finish(json.dumps([context.view() for context in self.contexts.list()]))
+        self.finish_json([context.view() for context in self.contexts.list()])
 
     async def post(self):
         body = self.body()
@@ -129,7 +137,7 @@ class ContextList(Handler):
             context = await self.contexts.create(self.text(body, "language"), self.text(body, "cwd"))
         except Unavailable as problem:
             return self.refuse(500, str(problem))
-        self.finish(context.view())
+        self.finish_json(context.view())
 
 
 class One(Handler):
@@ -163,11 +171,8 @@ class Restart(One):
 
 
 async def serve(port, cwd):
-    """Starts the default kernels, then takes requests."""
+    """Takes requests, which wait for the default kernels if these are not there yet."""
     contexts = Contexts(cwd)
-    python = await contexts.default("python")
-    await python.run_quietly(WARM_UP)
-    await contexts.default("javascript")
     arguments = {"contexts": contexts}
     application = tornado.web.Application(
         [
@@ -181,6 +186,7 @@ async def serve(port, cwd):
     )
     server = tornado.httpserver.HTTPServer(application, max_body_size=MAX_BODY_BYTES, max_buffer_size=2 * MAX_BODY_BYTES)
     server.listen(port, "127.0.0.1")
+    await contexts.warm_up(WARM_UP)
     await asyncio.Event().wait()
 
 

@@ -5,8 +5,8 @@
                    |           +-- client gone or its time up: interrupt --> ready
                    +-- restart +-- kernel died, or does not heed the interrupt
 
-A kernel that died, whatever the reason, is replaced before the next run; its state is lost, which the run that
-saw it die is told.
+A kernel that died, whatever the reason, is replaced; its state is lost, which the run that saw it die is told, or
+the next one, which does not run: what it was meant to go on with is not there.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import uuid
 
 from jupyter_client import AsyncKernelManager
 
-from . import languages
+from . import languages, memory
 from .identity import Identity
 from .output import Output
 
@@ -48,6 +48,8 @@ class Context:
         self.manager = None
         self.client = None
         self.output = None
+        # How often the guest had been out of memory when the kernel was last seen alive.
+        self.oom_kills = memory.oom_kills()
 
     def view(self):
         """As clients see it."""
@@ -57,6 +59,12 @@ class Context:
         """Starts the kernel; returns when it takes code."""
         if not os.path.isdir(self.cwd):
             raise Unavailable(f"cwd '{self.cwd}' does not exist")
+        left = memory.available_mib()
+        if left < memory.KERNEL_NEEDS_MIB:
+            raise Unavailable(
+                f"{left} MiB of the sandbox's memory are left, and a kernel needs {memory.KERNEL_NEEDS_MIB}; "
+                "remove a context, or use a template with more memory"
+            )
         self.manager = AsyncKernelManager(kernel_name=languages.KERNELS[self.language])
         self.sandbox_env = dict(self.identity.env())
         await self.manager.start_kernel(cwd=self.cwd, env={**os.environ, **self.sandbox_env})
@@ -90,14 +98,15 @@ class Context:
         raise Unavailable(f"the {self.language} kernel did not start")
 
     async def stop(self):
-        """Ends the kernel and all it started."""
-        if self.output is not None:
-            self.output.close()
-        if self.client is not None:
-            self.client.stop_channels()
-        if self.manager is not None and self.manager.has_kernel:
-            await self.manager.shutdown_kernel(now=True)
+        """Ends the kernel and all it started. A run in it sees that it is another's first, then that it has ended."""
+        manager, client, output = self.manager, self.client, self.output
         self.manager = self.client = self.output = None
+        if output is not None:
+            output.close()
+        if client is not None:
+            client.stop_channels()
+        if manager is not None and manager.has_kernel:
+            await manager.shutdown_kernel(now=True)
 
     async def replace(self):
         """A new kernel in place of the one there is."""
@@ -105,10 +114,23 @@ class Context:
         await self.start()
 
     async def ensure_alive(self):
-        """Replaces a kernel that has died since the last run."""
-        if self.manager is None or not await self.manager.is_alive():
-            log.info("kernel of context %s is replaced", self.id)
-            await self.replace()
+        """Replaces a kernel that has died since the last run. Returns what it died of, if nobody was told yet."""
+        manager = self.manager
+        if manager is not None and await manager.is_alive():
+            return None
+        log.info("kernel of context %s is replaced", self.id)
+        cause = None if manager is None else self.cause_of_death(manager)
+        await self.replace()
+        return cause
+
+    def cause_of_death(self, manager):
+        """A name and words for what a kernel died of."""
+        killed = memory.oom_kills()
+        is_out_of_memory, self.oom_kills = killed > self.oom_kills, killed
+        if is_out_of_memory:
+            return "OutOfMemory", "the guest's kernel killed it, it was out of memory"
+        status = getattr(getattr(manager.provisioner, "process", None), "returncode", None)
+        return "KernelDied", how(status)
 
     async def run_quietly(self, code):
         """Runs code of ours to its end; what it prints goes nowhere."""
@@ -167,6 +189,13 @@ class Context:
         await self.replace()
 
 
+def how(status):
+    """How a process ended, for people."""
+    if status is None:
+        return "its exit status is not known"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
 class Contexts:
     """All contexts of this guest. The default ones have their kernels from the start."""
 
@@ -176,6 +205,16 @@ class Contexts:
         self.by_id = {}
         self.defaults = {}
         self.making = asyncio.Lock()
+        self.are_warm = False
+
+    async def warm_up(self, python_code):
+        """Makes the default contexts; code is run in Python's before anybody else's is."""
+        async with self.making:
+            python = await self._make("python", self.cwd)
+            await python.run_quietly(python_code)
+            self.defaults["python"] = python
+        await self.default("javascript")
+        self.are_warm = True
 
     def list(self):
         """All there are."""

@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import logging
+import re
 
-from . import results
+from . import memory, results
 from .contexts import Unavailable
+
+log = logging.getLogger("stockade_code")
 
 KEEPALIVE_SECONDS = 5
 # How often it is looked whether the kernel lives, while it says nothing.
 LOOK_SECONDS = 1
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class ClientGone(Exception):
@@ -22,15 +27,21 @@ async def run(context, code, run_env, sink, is_remembered=True):
     try:
         sink.check()
         async with Keepalive(sink):
-            await context.ensure_alive()
-            beside, back = await context.prepare_env(run_env)
-        killed = oom_kills()
+            lost = await context.ensure_alive()
+            if lost is None:
+                beside, back = await context.prepare_env(run_env)
+        if lost is not None:
+            name, cause = lost
+            value = f"the kernel died since the last run ({cause}); the state of this context is lost, this code was not run"
+            await finish(sink, results.error(name, value))
+            return
+        context.oom_kills = memory.oom_kills()
         message = context.request(code, metadata=beside, is_remembered=is_remembered)
         replies = context.output.expect(message)
         output = context.output
         try:
             context.client.shell_channel.send(message)
-            await relay(context, replies, sink, killed)
+            await relay(context, replies, sink)
             if back is not None and context.manager is not None:
                 await context.run_quietly(back)
         except ClientGone:
@@ -45,9 +56,10 @@ async def run(context, code, run_env, sink, is_remembered=True):
         context.lock.release()
 
 
-async def relay(context, replies, sink, killed):
+async def relay(context, replies, sink):
     """Writes what the kernel says until it is done, or dead."""
     manager = context.manager
+    was_starved = False
     while True:
         while (message := replies.take()) is not None:
             event = results.event_of(message["header"]["msg_type"], message["content"])
@@ -59,41 +71,37 @@ async def relay(context, replies, sink, killed):
         sink.check()
         if await replies.wait(LOOK_SECONDS):
             continue
+        is_alive = await manager.is_alive()
         if context.manager is not manager:
             await finish(sink, results.error("ContextEnded", "the context was removed or restarted while code ran in it"))
             return
-        if not await manager.is_alive():
-            await died(context, sink, oom_kills() > killed)
+        if not is_alive:
+            await died(context, sink, *context.cause_of_death(manager))
             return
+        is_starved = memory.is_starved()
+        if is_starved and was_starved:
+            left = f"less than {memory.STARVED_BELOW_MIB} MiB of the sandbox's memory were left and nothing got on"
+            await died(context, sink, "OutOfMemory", left)
+            return
+        was_starved = is_starved
         await sink.keep_alive()
 
 
-async def died(context, sink, is_out_of_memory):
-    """Says that the kernel died and of what, then starts another one."""
-    status = getattr(getattr(context.manager.provisioner, "process", None), "returncode", None)
-    if is_out_of_memory:
-        name, cause = "OutOfMemory", "the guest's kernel killed it, it was out of memory"
-    else:
-        name, cause = "KernelDied", how(status)
+async def died(context, sink, name, cause):
+    """Says that the kernel died, or has to, and of what, then puts another one in its place."""
     value = f"the kernel died ({cause}); the state of this context is lost, the next run has a new kernel"
+    await context.stop()
     await finish(sink, results.error(name, value))
-    await context.replace()
-
-
-def how(status):
-    """How a process ended, for people."""
-    if status is None:
-        return "its exit status is not known"
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def oom_kills():
-    """How often the guest's kernel has killed something for lack of memory."""
     try:
-        with open("/proc/vmstat", encoding="ascii") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    except OSError:
-        return 0
+        await context.start()
+    except Unavailable as problem:
+        # The next run tries again, and is told.
+        log.info("context %s is without a kernel: %s", context.id, problem)
+
+
+def line_of(event):
+    """An event as a line. Half a surrogate pair, which Python's texts may hold and JSON's not, is shown as its escape."""
+    return HALF_A_PAIR.sub(lambda half: f"\\\\u{ord(half[0]):04x}", json.dumps(event, ensure_ascii=False)) + "\n"
 
 
 async def finish(sink, event=None):
@@ -143,7 +151,7 @@ class Sink:
     async def write(self, event):
         """One line, on its way when this returns: a slow client holds up its own code only."""
         self.check()
-        self.handler.write(json.dumps(event) + "\n")
+        self.handler.write(line_of(event))
         try:
             await self.handler.flush()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Loaded by every Python kernel: environment per run, charts and tables as data, pictures shown.
+"""Loaded by every Python kernel: environment per run, charts and tables as data, pictures shown, `exit()` ignored.
 
 Nothing big is imported here. What concerns a library is done when the code first imports it.
 """
@@ -11,6 +11,7 @@ import sys
 
 from IPython.core.formatters import BaseFormatter
 from IPython.display import display
+from jupyter_client.jsonutil import json_clean, json_default
 from traitlets import ObjectName, Unicode
 
 from .charts import chart_of, note_boxes
@@ -19,12 +20,24 @@ from .charts import chart_of, note_boxes
 def load_ipython_extension(shell):
     """Called by IPython."""
     Environment(shell)
+    shell.kernel.session.pack = pack
+    # Code that was written as a program ends in `exit()`; the state is wanted by the next run all the same.
+    shell.ask_exit = lambda: None
     formatters = shell.display_formatter.formatters
     formatters["e2b/chart"] = ChartFormatter(parent=shell.display_formatter)
     formatters["e2b/data"] = TableFormatter(parent=shell.display_formatter)
     for module in ("pandas", "pandas.core.frame"):
         formatters["e2b/data"].for_type_by_name(module, "DataFrame", table_of)
     sys.meta_path.insert(0, AfterImport({"matplotlib.axes": note_boxes, "pandas": set_up_pandas, "PIL.Image": set_up_pillow}))
+
+
+def pack(message):
+    """A message as JSON, whatever text is in it: half a surrogate pair goes as its escape, what is no number as null."""
+    try:
+        text = json.dumps(message, default=json_default, allow_nan=False)
+    except (TypeError, ValueError):
+        text = json.dumps(json_clean(message), default=json_default, allow_nan=False)
+    return text.encode("ascii")
 
 
 class Environment:
