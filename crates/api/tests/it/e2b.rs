@@ -212,12 +212,17 @@ async fn a_sandbox_with_mcp_servers_needs_a_template_with_a_gateway() {
     assert!(nonsense.json["message"].as_str().is_some_and(|text| text.contains("mcp")), "{nonsense:?}");
 }
 
+/// A new sandbox's guest, as E2B's clients speak to it: the host and its token.
+async fn guest(t: &TestServer) -> (String, String) {
+    let made = post(t, "/v2/sandboxes", json!({"templateID": "base"})).await;
+    let of = |field: &str| made.json[field].as_str().expect("it is told").to_owned();
+    (format!("49983-{}.e2b.{BASE}", of("sandboxID")), of("envdAccessToken"))
+}
+
 #[tokio::test]
 async fn an_upload_that_cannot_be_unpacked_is_the_clients_fault_and_said_so() {
     let t = TestServer::start().await;
-    let made = post(&t, "/v2/sandboxes", json!({"templateID": "base"})).await;
-    let of = |field: &str| made.json[field].as_str().expect("it is told").to_owned();
-    let (host, token) = (format!("49983-{}.e2b.{BASE}", of("sandboxID")), of("envdAccessToken"));
+    let (host, token) = guest(&t).await;
     for (encoding, status, words) in [
         ("gzip", StatusCode::BAD_REQUEST, "the body cannot be read"),
         ("br", StatusCode::UNSUPPORTED_MEDIA_TYPE, "\"br\" is not known"),
@@ -234,9 +239,7 @@ async fn an_upload_that_cannot_be_unpacked_is_the_clients_fault_and_said_so() {
 #[tokio::test]
 async fn a_client_with_another_encoding_is_told_which_one_there_is() {
     let t = TestServer::start().await;
-    let made = post(&t, "/v2/sandboxes", json!({"templateID": "base"})).await;
-    let of = |field: &str| made.json[field].as_str().expect("it is told").to_owned();
-    let (host, token) = (format!("49983-{}.e2b.{BASE}", of("sandboxID")), of("envdAccessToken"));
+    let (host, token) = guest(&t).await;
     let call = |path: &str, content_type: &str| {
         let request = t.client.post(t.url(path)).header("Host", &host).header("X-Access-Token", &token);
         Answer::of(request.header("Content-Type", content_type).body("\n\x01a"))

@@ -140,10 +140,7 @@ async fn code(server: &Throwaway, sdk: &mut Sdk, pool: usize, n: usize, ui: Ui) 
     sdk.sample("code").await?;
     for _ in 0..n {
         for (at, theirs) in [(0, false), (2, true)] {
-            match pool {
-                0 => server.quiet(0).await?,
-                machines => server.quiet_pool(machines).await?,
-            }
+            server.quiet_pool(pool).await?;
             let sample = if theirs { sdk.sample("code").await } else { native_code(server).await };
             match sample {
                 Ok(ms) => ms.iter().enumerate().for_each(|(index, ms)| all[at + index].push(Ok::<_, Failure>(*ms))),

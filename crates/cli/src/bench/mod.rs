@@ -66,23 +66,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     let file = args.json_file.flatten();
     file.as_deref().map(report::check_writable).transpose()?;
     if let Some(python) = &args.e2b {
-        let has_code = e2b::packages(python).await?.have_code_interpreter();
-        let kernels: &[_] = if has_code { &["--with", "code-interpreter"] } else { &[] };
-        ui.note("starting a server without a pool (the first time this builds its templates)");
-        let server = Throwaway::start(&shared, accel, 0, kernels).await?;
-        let host = Host::look(&server).await?;
-        let measured = e2b::measure(&server, python, n, ui).await;
-        server.stop().await?;
-        let mut measures = measured?;
-        if has_code {
-            ui.note("starting a server with a pool");
-            let server = Throwaway::start(&shared, accel, 1, kernels).await?;
-            // One of each template.
-            let measured = e2b::measure_pooled(&server, python, 2, n, ui).await;
-            server.stop().await?;
-            measures.extend(measured?);
-        }
-        return tell(Report::new(host, n, measures), file.as_deref(), ui);
+        return tell(bench_e2b(&shared, accel, python, n, ui).await?, file.as_deref(), ui);
     }
     // First: it needs no server, and nothing else should run beside it.
     let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
@@ -104,6 +88,27 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     // What was measured before something failed is worth telling.
     let code = tell(Report::new(host, n, measures), file.as_deref(), ui)?;
     outcome.map(|()| code)
+}
+
+/// Without a pool and, where there is code to run, with one.
+async fn bench_e2b(shared: &Shared, accel: &str, python: &Path, n: usize, ui: Ui) -> Result<Report, Failure> {
+    let has_code = e2b::packages(python).await?.have_code_interpreter();
+    let kernels: &[_] = if has_code { &["--with", "code-interpreter"] } else { &[] };
+    ui.note("starting a server without a pool (the first time this builds its templates)");
+    let server = Throwaway::start(shared, accel, 0, kernels).await?;
+    let host = Host::look(&server).await?;
+    let measured = e2b::measure(&server, python, n, ui).await;
+    server.stop().await?;
+    let mut measures = measured?;
+    if has_code {
+        ui.note("starting a server with a pool");
+        let server = Throwaway::start(shared, accel, 1, kernels).await?;
+        // One of each template.
+        let measured = e2b::measure_pooled(&server, python, 2, n, ui).await;
+        server.stop().await?;
+        measures.extend(measured?);
+    }
+    Ok(Report::new(host, n, measures))
 }
 
 async fn without_pool(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<Measure>) -> Result<(), Failure> {

@@ -195,9 +195,12 @@ impl Throwaway {
         Ok(())
     }
 
-    /// The same where a pool is kept.
+    /// The same where no machines are but those of a pool, which keeps no less than `least`; 0: there is none.
     pub(super) async fn quiet_pool(&self, least: usize) -> Result<(), Failure> {
-        self.settle_pool(least).await?;
+        match least {
+            0 => self.settle(0).await?,
+            least => self.settle_pool(least).await?,
+        }
         time::sleep(PAUSE).await;
         Ok(())
     }

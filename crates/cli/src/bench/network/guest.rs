@@ -111,10 +111,7 @@ pub(in crate::bench) async fn first_connections(
     rounds::answer_to_output(&server.client, network(), &["bash", "-c", &connected], b"1\n").await?;
     for _ in 0..n {
         for (at, (_, program)) in ways.iter().enumerate() {
-            match pool {
-                0 => server.quiet(0).await?,
-                least => server.quiet_pool(least).await?,
-            }
+            server.quiet_pool(pool).await?;
             let argv = ["bash", "-c", program];
             samples[at].push(rounds::answer_to_output(&server.client, network(), &argv, b"1\n").await);
         }
