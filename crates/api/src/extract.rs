@@ -197,9 +197,13 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
         // Through serde once more for types, defaults and unknown names.
         let deserializer =
             serde::de::value::MapDeserializer::new(pairs.into_iter().map(|(name, text)| (name, Text(text))));
-        T::deserialize(deserializer).map(Self).map_err(|error: serde::de::value::Error| {
-            ApiError::invalid(format!("query: {}", harmless(&error.to_string())))
-        })
+        serde_path_to_error::deserialize(deserializer).map(Self).map_err(
+            |error: serde_path_to_error::Error<serde::de::value::Error>| {
+                let path = error.path().to_string();
+                let field = if is_plain_path(&path) { format!("{path}: ") } else { String::new() };
+                ApiError::invalid(format!("query: {field}{}", harmless(&error.inner().to_string())))
+            },
+        )
     }
 }
 
@@ -260,6 +264,16 @@ impl<'de> serde::Deserializer<'de> for Text {
         deserialize_u16 visit_u16 u16, "a number from 0 to 65535";
         deserialize_u32 visit_u32 u32, "a number that is not negative";
         deserialize_u64 visit_u64 u64, "a number that is not negative";
+        deserialize_i64 visit_i64 i64, "a whole number";
+    }
+
+    fn deserialize_enum<V: serde::de::Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Self::Error> {
+        visitor.visit_enum(serde::de::IntoDeserializer::<Self::Error>::into_deserializer(self.0))
     }
 
     fn deserialize_newtype_struct<V: serde::de::Visitor<'de>>(
@@ -271,8 +285,8 @@ impl<'de> serde::Deserializer<'de> for Text {
     }
 
     serde::forward_to_deserialize_any! {
-        i8 i16 i32 i64 i128 u8 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
-        tuple_struct map struct enum identifier ignored_any
+        i8 i16 i32 i128 u8 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map struct identifier ignored_any
     }
 }
 
@@ -326,7 +340,7 @@ mod tests {
         Run { command: String },
     }
 
-    #[derive(Debug, Deserialize)]
+    #[derive(Debug, Deserialize, PartialEq)]
     #[serde(rename_all = "snake_case")]
     enum Kind {
         Small,
@@ -380,6 +394,8 @@ mod tests {
         #[serde(default)]
         recursive: bool,
         depth: Option<u32>,
+        since: Option<i64>,
+        kind: Option<Kind>,
     }
 
     async fn query(uri: &str) -> Result<Params, String> {
@@ -389,14 +405,18 @@ mod tests {
 
     #[tokio::test]
     async fn query_parameters_become_their_types() {
-        let expected = Params { path: "/a b+c/é".into(), recursive: true, depth: Some(3) };
-        assert_eq!(query("/?path=%2Fa+b%2Bc%2F%C3%A9&recursive=true&depth=3").await, Ok(expected));
+        let path = "/a b+c/é".into();
+        let expected = Params { path, recursive: true, depth: Some(3), since: Some(-1), kind: Some(Kind::Small) };
+        let sent = "/?path=%2Fa+b%2Bc%2F%C3%A9&recursive=true&depth=3&since=-1&kind=small";
+        assert_eq!(query(sent).await, Ok(expected));
         let bad = [
             ("/", "field `path` is missing"),
             ("/?path=x&path=y", "there twice"),
             ("/?path=%ff", "not valid UTF-8"),
-            ("/?path=x&recursive=canary", "expected `true` or `false`"),
-            ("/?path=x&depth=-1", "expected a number"),
+            ("/?path=x&recursive=canary", "recursive: expected `true` or `false`"),
+            ("/?path=x&depth=-1", "depth: expected a number"),
+            ("/?path=x&since=canary", "since: expected a whole number"),
+            ("/?path=x&kind=canary", "kind: expected `small`"),
             ("/?path=x&other=canary", "unknown field `other`"),
         ];
         for (uri, message) in bad {

@@ -17,9 +17,6 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use axum::http::{HeaderMap, Uri, header};
 
-/// E2B's envd answers on this port of each sandbox.
-const ENVD_PORT: u16 = 49983;
-
 /// The sandbox and port a host name (or a pair of headers) names. In the extensions of each request
 /// that reaches a sandbox router; neither part has been looked up yet.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -61,6 +58,9 @@ pub(crate) enum HostError {
     /// `sandbox.e2b.<base>` without the header that says which.
     #[error("Missing header E2b-Sandbox-Id")]
     MissingSandboxHeader,
+    /// The same with no port.
+    #[error("Missing header E2b-Sandbox-Port")]
+    MissingPortHeader,
     /// A name below the base domain that nobody answers for.
     #[error("no service has this host name")]
     Unknown,
@@ -105,7 +105,7 @@ fn sandbox_by_headers(headers: &HeaderMap) -> Result<Option<Destination>, HostEr
     };
     let sandbox = sandbox_id(sandbox.to_str().map_err(|_| HostError::SandboxId)?)?;
     let port = match headers.get("e2b-sandbox-port") {
-        None => ENVD_PORT,
+        None => return Err(HostError::MissingPortHeader),
         Some(port) => sandbox_port(port.to_str().map_err(|_| HostError::SandboxPort)?)?,
     };
     Ok(Some(Destination::E2bSandbox(SandboxHost { port, sandbox })))
@@ -292,7 +292,7 @@ mod tests {
         for name in ["127.0.0.1:8080", "localhost", "sandbox.e2b.stockade.localhost"] {
             let found = go("/files", &[("host", name), id, port]);
             assert_eq!(found, Ok(Destination::E2bSandbox(at(3000, "sbx2"))), "{name}");
-            assert_eq!(go("/files", &[("host", name), id]), Ok(Destination::E2bSandbox(at(49983, "sbx2"))), "{name}");
+            assert_eq!(go("/files", &[("host", name), id]), Err(HostError::MissingPortHeader), "{name}");
         }
         let by_name = go("/files", &[("host", "49983-sbx1.e2b.stockade.localhost"), id, port]);
         assert_eq!(by_name, Ok(Destination::E2bSandbox(at(49983, "sbx1"))));

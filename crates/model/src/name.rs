@@ -107,7 +107,7 @@ impl NameRule {
             return refuse(format!("{} reads like an id", quoted(text)));
         }
         // Programs take them out of URLs.
-        if self.is_reference && matches!(text, "." | "..") {
+        if self.is_reference && text.split('/').any(|part| matches!(part, "." | "..")) {
             return refuse(format!("{} is a step in a path", quoted(text)));
         }
         Ok(())
@@ -151,6 +151,7 @@ mod tests {
         for rule in [TEMPLATE_NAME, SECRET_NAME, SNAPSHOT_NAME] {
             assert!(why(rule, "..").ends_with("\"..\" is a step in a path"));
         }
+        assert!(why(TEMPLATE_NAME, "../x").ends_with("\"../x\" is a step in a path"));
         assert!(why(TEMPLATE_TAG, "a/b").ends_with("has '/'"));
     }
 

@@ -36,7 +36,7 @@ pub(crate) fn in_waiting(core: &Core, machine: &MachineId, user: &str, directory
 fn nobody(core: &Core, name: &str, user: &str, directory: Option<&str>) -> Identity {
     let network = core.network.as_ref().map(|network| network.for_guest());
     let files = &core.config.guest_files;
-    Identity { network, ..named(core.clock().now(), files, (name, name), name, (user, directory)) }
+    Identity { network, ..named(core.clock().now(), files, (name, name, name), name, (user, directory)) }
 }
 
 /// What a sandbox's machine is told, each time it is made, resumed or copied.
@@ -58,16 +58,17 @@ fn identity_at(
         env.insert(FORK_INDEX.to_owned(), index.to_string());
     }
     env.extend(told.env);
-    let (ids, secret) = ((sandbox.id.as_str(), template.id.as_str()), sandbox.access_token.expose());
+    let names = (sandbox.id.as_str(), template.id.as_str(), template.name.as_str());
+    let secret = sandbox.access_token.expose();
     let defaults = (template.default_user.as_str(), template.default_cwd.as_deref());
-    Identity { env, network: told.network, ..named(now, files, ids, secret, defaults) }
+    Identity { env, network: told.network, ..named(now, files, names, secret, defaults) }
 }
 
 /// What follows from names and moment alone: no environment, and nothing about the network.
 fn named(
     now: Timestamp,
     files: &BTreeMap<String, String>,
-    (sandbox, template): (&str, &str),
+    (sandbox, template, template_name): (&str, &str, &str),
     secret: &str,
     (user, directory): (&str, Option<&str>),
 ) -> Identity {
@@ -81,7 +82,7 @@ fn named(
         env: BTreeMap::new(),
         default_user: user.to_owned(),
         default_cwd: directory.map(str::to_owned),
-        files: filled(files, sandbox, template),
+        files: filled(files, sandbox, template_name),
         network: None,
     }
 }
@@ -170,7 +171,7 @@ mod tests {
         assert!(one.machine_id.len() == 32 && one.machine_id.bytes().all(|digit| digit.is_ascii_hexdigit()));
         assert_eq!(one.env, pairs(&[("A", "template"), ("B", "sandbox")]));
         assert_eq!((one.hostname, one.default_user), (sandbox.id.to_string(), "user".to_owned()));
-        assert_eq!(one.files["/run/who"], format!("{} of {}", sandbox.id, template.id));
+        assert_eq!(one.files["/run/who"], format!("{} of {}", sandbox.id, template.name));
         assert_eq!(i128::from(one.unix_time_ns), now.as_nanosecond());
 
         // Who knows the id does not know what the machine calls itself.

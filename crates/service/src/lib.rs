@@ -59,7 +59,7 @@ pub use service::Service;
 pub use ssh_keys::SshKeyRequest;
 pub use stockade_engine::SnapshotScope;
 pub use stockade_gateway::{Stats as NetworkStats, policy};
-pub use stockade_store::{SandboxEvent, SshKeyRecord, TemplateTag};
+pub use stockade_store::{DEFAULT_TAG, SandboxEvent, SshKeyRecord, TemplateTag};
 pub use usage::{UsageFilter, UsageGroup, UsageReportRow, UsageStep, UsedBy};
 
 /// Who asks: found from an API key.

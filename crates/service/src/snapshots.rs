@@ -200,6 +200,15 @@ impl Service {
         found.ok_or_else(|| ServiceError::SnapshotNotFound { name: name.to_owned() })
     }
 
+    /// A living sandbox that was made from a snapshot, if there is one.
+    pub async fn made_from_snapshot(
+        &self,
+        who: &Principal,
+        snapshot: &SnapshotId,
+    ) -> Result<Option<SandboxId>, ServiceError> {
+        self.store().made_from_snapshot(&who.workspace, snapshot).await.map_err(store_error)
+    }
+
     /// Deletes a snapshot; returns when nothing is left of it. What was made from it lives on.
     pub async fn delete_snapshot(&self, who: &Principal, id: &SnapshotId) -> Result<(), ServiceError> {
         let core = &self.handle.core;

@@ -214,6 +214,44 @@ impl Store {
         done.map(|done| done.rows_affected() > 0).map_err(StoreError::database("mark a snapshot as being deleted"))
     }
 
+    /// A living sandbox that was made from a snapshot, if there is one.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn made_from_snapshot(
+        &self,
+        workspace: &WorkspaceId,
+        snapshot: &SnapshotId,
+    ) -> Result<Option<SandboxId>, StoreError> {
+        sqlx::query(
+            "SELECT id FROM sandboxes
+             WHERE workspace = ? AND state NOT IN ('failed', 'gone') AND lineage ->> 'snapshot' = ? LIMIT 1",
+        )
+        .bind(workspace.as_str())
+        .bind(snapshot.as_str())
+        .fetch_optional(&self.read)
+        .await
+        .map_err(StoreError::database("look for sandboxes of a snapshot"))?
+        .map(|row| id(&row, "id"))
+        .transpose()
+    }
+
+    /// What builds have kept of their steps on a template.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn steps_on(&self, template: &TemplateId) -> Result<Vec<SnapshotId>, StoreError> {
+        sqlx::query("SELECT id FROM snapshots WHERE template = ? AND purpose = ? AND state = 'ready'")
+            .bind(template.as_str())
+            .bind(SnapshotPurpose::Step.as_str())
+            .fetch_all(&self.read)
+            .await
+            .map_err(StoreError::database("look for the steps of builds"))?
+            .iter()
+            .map(|row| id(row, "id"))
+            .collect()
+    }
+
     /// Forgets a snapshot whose directory is gone. Repeatable.
     ///
     /// # Errors

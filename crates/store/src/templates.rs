@@ -163,6 +163,49 @@ impl Store {
             .collect()
     }
 
+    /// How often a template was used, as far as records go back, and when last.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn template_uses(
+        &self,
+        workspace: &WorkspaceId,
+        template: &TemplateId,
+    ) -> Result<(u64, Option<Timestamp>), StoreError> {
+        let row = sqlx::query(
+            "SELECT COUNT(*) AS uses, MAX(created_ms) AS last_ms FROM sandboxes WHERE workspace = ? AND template = ?",
+        )
+        .bind(workspace.as_str())
+        .bind(template.as_str())
+        .fetch_one(&self.read)
+        .await
+        .map_err(StoreError::database("count the uses of a template"))?;
+        let last = get::<Option<i64>>(&row, "last_ms")?.map(|millis| instant(millis, "last_ms")).transpose()?;
+        Ok((get::<i64>(&row, "uses")?.unsigned_abs(), last))
+    }
+
+    /// What has been built under a name, oldest first.
+    ///
+    /// # Errors
+    /// The database fails.
+    pub async fn templates_built(
+        &self,
+        workspace: &WorkspaceId,
+        name: &str,
+    ) -> Result<Vec<TemplateRecord>, StoreError> {
+        sqlx::query(
+            "SELECT * FROM templates WHERE workspace = ? AND name = ? AND snapshot IS NOT NULL ORDER BY created_ms, id",
+        )
+        .bind(workspace.as_str())
+        .bind(name)
+        .fetch_all(&self.read)
+        .await
+        .map_err(StoreError::database("list the builds of a template"))?
+        .iter()
+        .map(template)
+        .collect()
+    }
+
     /// Points tags of a name to a template; those that pointed elsewhere point there no longer.
     ///
     /// # Errors
@@ -239,33 +282,37 @@ impl Store {
         rows.iter().map(tag).collect()
     }
 
-    /// Forgets a template, before its files are removed; for the server's own use. False: snapshots or
-    /// living sandboxes need it, it stays.
+    /// Forgets templates, before their files are removed; all of them, or (false) none, as snapshots or living
+    /// sandboxes need one. Repeatable.
     ///
     /// # Errors
     /// The database fails.
-    pub async fn remove_template(&self, id: &TemplateId) -> Result<bool, StoreError> {
-        let done = sqlx::query(
-            "DELETE FROM templates WHERE id = ?1
-                 AND NOT EXISTS (SELECT 1 FROM snapshots WHERE template = ?1)
-                 AND NOT EXISTS (SELECT 1 FROM sandboxes WHERE template = ?1 AND state NOT IN ('failed', 'gone'))",
-        );
-        let done =
-            done.bind(id.as_str()).execute(&self.write).await.map_err(StoreError::database("remove a template"))?;
-        if done.rows_affected() > 0 {
-            sqlx::query("DELETE FROM template_tags WHERE template = ?")
+    pub async fn remove_templates(&self, ids: &[TemplateId]) -> Result<bool, StoreError> {
+        let (store, ids) = (self.clone(), ids.to_vec());
+        to_the_end(async move {
+            let fail = || StoreError::database("remove a template");
+            let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
+            for id in &ids {
+                let needed: bool = sqlx::query_scalar(
+                    "SELECT EXISTS (SELECT 1 FROM snapshots WHERE template = ?1 AND state <> 'deleting')
+                         OR EXISTS (SELECT 1 FROM sandboxes WHERE template = ?1 AND state NOT IN ('failed', 'gone'))",
+                )
                 .bind(id.as_str())
-                .execute(&self.write)
+                .fetch_one(&mut *tx)
                 .await
-                .map_err(StoreError::database("remove a template's tags"))?;
-            return Ok(true);
-        }
-        let there: Option<i64> = sqlx::query_scalar("SELECT 1 FROM templates WHERE id = ?")
-            .bind(id.as_str())
-            .fetch_optional(&self.write)
-            .await
-            .map_err(StoreError::database("look for a template"))?;
-        Ok(there.is_none())
+                .map_err(fail())?;
+                if needed {
+                    return Ok(false);
+                }
+                for statement in ["DELETE FROM templates WHERE id = ?", "DELETE FROM template_tags WHERE template = ?"]
+                {
+                    sqlx::query(statement).bind(id.as_str()).execute(&mut *tx).await.map_err(fail())?;
+                }
+            }
+            tx.commit().await.map_err(fail())?;
+            Ok(true)
+        })
+        .await
     }
 }
 

@@ -277,8 +277,12 @@ def test_snapshot(make):
     path = note(box)
     snapshot = box.create_snapshot()
     assert box.is_running()
-    assert make(snapshot.snapshot_id).files.read(path) == "text"
+    other = make(snapshot.snapshot_id)
+    assert other.files.read(path) == "text"
     box.files.remove(path)
+    with pytest.raises(Exception, match=f"400: .*sandbox {other.sandbox_id}, which lives, was made from it"):
+        Sandbox.delete_snapshot(snapshot.snapshot_id)
+    other.kill()
     assert Sandbox.delete_snapshot(snapshot.snapshot_id)
     assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
 

@@ -1,5 +1,6 @@
 """Building templates: `Template()` and what can be done with the result."""
 
+import os
 import time
 import uuid
 
@@ -281,8 +282,6 @@ def test_tags_say_which_build_is_meant(server):
 
 
 def test_a_template_is_deleted_once_nobody_needs_it(server, edge):
-    import os
-
     key = os.environ["E2B_API_KEY"]
     name = fresh()
     Template.build(Template().from_template("base").run_cmd("true"), name)
@@ -292,3 +291,82 @@ def test_a_template_is_deleted_once_nobody_needs_it(server, edge):
     assert edge.api("DELETE", f"/templates/{name}", key).status_code == 204
     assert edge.api("DELETE", f"/templates/{name}", key).status_code == 404
     assert not Template.alias_exists(name)
+
+
+def test_a_template_keeps_its_id_and_goes_with_all_its_builds(server, edge):
+    key, name = os.environ["E2B_API_KEY"], fresh()
+    first = Template.build(Template().from_template("base").run_cmd("true"), f"{name}:v1")
+    second = Template.build(Template().from_template("base").run_cmd("true"), name)
+    assert first.template_id == second.template_id and first.build_id != second.build_id
+    box = Sandbox.create(second.template_id, timeout=300)
+    assert box.get_info().template_id == second.template_id
+    made = edge.api("GET", f"/v2/sandboxes?template={second.template_id}", key).json()
+    assert [entry["sandboxID"] for entry in made] == [box.sandbox_id]
+
+    listed = [entry for entry in edge.api("GET", "/templates", key).json() if name in entry["aliases"]]
+    assert [(entry["templateID"], entry["buildID"]) for entry in listed] == [(second.template_id, second.build_id)]
+    (entry,) = listed
+    assert sorted(entry["names"]) == [name, f"{name}:v1"]
+    assert (entry["buildCount"], entry["spawnCount"]) == (2, 1) and entry["lastSpawnedAt"]
+    assert edge.api("GET", f"/templates/{name}", key).json() == entry
+
+    # One of its builds is in use: nothing of it goes.
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 400
+    assert Template.alias_exists(name)
+    box.kill()
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 204
+    for gone in (name, f"{name}:v1"):
+        with pytest.raises(Exception, match="not found|does not exist"):
+            Sandbox.create(gone)
+
+
+def test_a_template_is_deleted_while_it_is_built(server, edge):
+    key, name = os.environ["E2B_API_KEY"], fresh()
+    info = Template.build_in_background(Template().from_template("base").run_cmd("sleep 250"), name)
+    assert edge.api("DELETE", f"/templates/{info.template_id}", key).status_code == 204
+    status = Template.get_build_status(info)
+    assert (status.status.value, status.reason.message) == ("error", "the template was deleted")
+    gone = edge.api("DELETE", f"/templates/{info.template_id}", key)
+    assert gone.status_code == 404 and gone.json()["message"] == f"template '{name}' not found"
+
+
+def test_a_template_whose_steps_are_known_is_deleted(server, edge):
+    key, name, above = os.environ["E2B_API_KEY"], fresh(), fresh()
+    Template.build(Template().from_template("base").run_cmd("true"), name)
+    Template.build(Template().from_template(name).run_cmd("true"), above)
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 400, "another one is built on it"
+    assert edge.api("DELETE", f"/templates/{above}", key).status_code == 204
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 204, "only known steps are"
+
+
+def test_a_start_command_that_fails_fails_the_build(server):
+    from e2b.exceptions import BuildException
+
+    with pytest.raises(BuildException, match="start command 'exit 3': command failed: exit status 3"):
+        Template.build(Template().from_template("base").set_start_cmd("exit 3", "true"), fresh())
+
+
+def test_an_upload_that_is_no_archive_is_refused(server, edge):
+    import httpx
+
+    key = os.environ["E2B_API_KEY"]
+    link = edge.api("GET", f"/templates/x/files/{uuid.uuid4().hex * 2}", key).json()
+    assert not link["present"]
+    refused = httpx.put(link["url"], content=b"not an archive")
+    assert refused.status_code == 400 and "tar file" in refused.json()["message"]
+
+
+def test_bad_requests_are_told_in_json(server, edge):
+    key = os.environ["E2B_API_KEY"]
+    for method, path, body, status, word in (
+        ("GET", "/v2/sandboxes?limit=many", None, 400, "limit"),
+        ("GET", "/v2/sandboxes?nextToken=zzz", None, 400, "nextToken"),
+        ("GET", "/v2/sandboxes?template=a&template=b", None, 400, "there twice"),
+        ("POST", "/v2/sandboxes", {"templateID": "x" * (2 << 20)}, 413, "1048576 bytes"),
+        ("POST", "/v3/templates", {"name": "../up"}, 400, "step in a path"),
+        ("DELETE", "/templates/no-such", None, 404, "template 'no-such' not found"),
+    ):
+        answer = edge.api(method, path, key, json=body)
+        told = answer.json()
+        assert (answer.status_code, told["code"]) == (status, status), (path, told)
+        assert word in told["message"], told

@@ -186,10 +186,17 @@ async fn a_snapshot_is_listed_started_from_and_deleted_like_a_template() {
     assert_eq!(get(&t, &format!("/snapshots?sandboxID={id}")).await, json!([taken.json]));
     assert_eq!(get(&t, "/snapshots?name=mine&limit=1").await, json!([taken.json]));
     assert_eq!(get(&t, &format!("/snapshots?sandboxID={other}")).await, json!([]));
-    for name in [snapshot, "Mine", &format!("{snapshot}:default")] {
-        create(&t, json!({"templateID": name})).await;
-    }
     let path = format!("/templates/{snapshot}");
+    for name in [snapshot, "Mine", &format!("{snapshot}:default")] {
+        let child = create(&t, json!({"templateID": name})).await;
+        let needed = ask(&t, Method::DELETE, &path, json!({})).await;
+        let told = needed.json["message"].as_str().unwrap_or_default();
+        assert!(needed.status == StatusCode::BAD_REQUEST && told.contains(&child), "{needed:?}");
+        assert_eq!(
+            ask(&t, Method::DELETE, &format!("/sandboxes/{child}"), json!({})).await.status,
+            StatusCode::NO_CONTENT
+        );
+    }
     assert_eq!(ask(&t, Method::DELETE, &path, json!({})).await.status, StatusCode::NO_CONTENT);
     assert_eq!(ask(&t, Method::DELETE, &path, json!({})).await.status, StatusCode::NOT_FOUND);
     assert_eq!(post(&t, "/v2/sandboxes", json!({"templateID": snapshot})).await.status, StatusCode::NOT_FOUND);

@@ -91,7 +91,8 @@ where
     http::json(&bulk::quick_as(&account, move || operation(&path, &user)).await?)
 }
 
-/// A path as a request gives it, made absolute: `/x`, `~`, `~/x`, or relative to the home.
+/// A path as a request gives it, made absolute: `/x`, `~`, `~/x`, or relative to the home. Steps to where one is, and
+/// back, are taken by name, as a shell's `cd` does; what comes back is one spelling of the path.
 pub(crate) fn absolute(path: &str, home: &str) -> Result<String> {
     if path.is_empty() {
         return Err(invalid("the path is empty"));
@@ -100,23 +101,27 @@ pub(crate) fn absolute(path: &str, home: &str) -> Result<String> {
         return Err(invalid("the path contains a NUL byte"));
     }
     if path.starts_with('/') {
-        return Ok(trimmed(path));
+        return Ok(cleaned(path));
     }
     let rest = match path.strip_prefix('~') {
         Some("") => "",
         Some(rest) if rest.starts_with('/') => rest,
         _ => path,
     };
-    let rest = rest.trim_start_matches('/');
-    Ok(trimmed(&format!("{}/{rest}", home.trim_end_matches('/'))))
+    Ok(cleaned(&format!("{home}/{rest}")))
 }
 
-/// Without slashes at the end, which would make the kernel follow a link.
-fn trimmed(path: &str) -> String {
-    match path.trim_end_matches('/') {
-        "" => "/".to_owned(),
-        path => path.to_owned(),
+/// Without empty steps, `.` and `..`; a slash at the end, too, would make the kernel follow a link.
+fn cleaned(path: &str) -> String {
+    let mut parts = Vec::new();
+    for part in path.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(parts.pop()),
+            part => parts.push(part),
+        }
     }
+    format!("/{}", parts.join("/"))
 }
 
 #[cfg(test)]
@@ -126,12 +131,15 @@ mod tests {
     #[test]
     fn paths_are_absolute_or_start_at_home() {
         let resolve = |path| absolute(path, "/home/user").expect("a good path");
-        assert_eq!(resolve("/etc//passwd/"), "/etc//passwd");
+        assert_eq!(resolve("/etc//passwd/"), "/etc/passwd");
+        assert_eq!(resolve("./x/../y/."), "/home/user/y");
+        assert_eq!(resolve("../../../x"), "/x");
+        assert_eq!(resolve("/.."), "/");
         assert_eq!(resolve("~"), "/home/user");
         assert_eq!(resolve("~/"), "/home/user");
         assert_eq!(resolve("~/a b"), "/home/user/a b");
         assert_eq!(resolve("~other"), "/home/user/~other");
-        assert_eq!(resolve("a/../b"), "/home/user/a/../b");
+        assert_eq!(resolve("a/../b"), "/home/user/b");
         assert_eq!(resolve("/"), "/");
         assert_eq!(absolute("x", "/").expect("a good path"), "/x");
         assert!(absolute("", "/").is_err());

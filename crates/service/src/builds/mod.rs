@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! reserve -> waiting --start--> building --+--> ready    a template, under its name and tags
-//!                                          +--> failed   which step, and why
+//!                                          +--> failed   which step, and why; also where its template was deleted
 //!
 //! building: sandbox from the parent or from the last step that is known -> steps, each kept as a snapshot
 //!           -> start command, until its ready command succeeds -> snapshot -> record -> sandbox ended
@@ -23,6 +23,7 @@ use jiff::Timestamp;
 use stockade_model::{Secret, TEMPLATE_NAME, TEMPLATE_TAG, Template, TemplateId, WorkspaceId, quoted};
 use stockade_store::{DEFAULT_TAG, TemplateTag};
 use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     Principal, Service, ServiceError,
@@ -187,6 +188,10 @@ pub(crate) struct Build {
     reserved_at: Timestamp,
     log: Log,
     progress: Mutex<Progress>,
+    /// Nobody wants what it makes any more.
+    cancel: CancellationToken,
+    /// It has ended, whatever became of it.
+    over: CancellationToken,
 }
 
 #[derive(Default)]
@@ -256,6 +261,8 @@ impl Service {
             reserved_at: self.handle.core.now(),
             log: Log::default(),
             progress: Mutex::default(),
+            cancel: CancellationToken::new(),
+            over: CancellationToken::new(),
         };
         let view = build.view(0, 0);
         let mut known = self.handle.core.builds.lock();
@@ -285,10 +292,15 @@ impl Service {
         let core = &self.handle.core;
         let (handle, running) = (Arc::downgrade(&self.handle), Arc::clone(&core.builds.running));
         core.spawn(async move {
-            let _turn = running.acquire_owned().await;
+            // Whoever deletes the template does not wait for other builds.
+            let _turn = tokio::select! {
+                turn = running.acquire_owned() => Some(turn),
+                () = build.cancel.cancelled() => None,
+            };
             if let Some(handle) = handle.upgrade() {
                 run::run(&Self { handle }, &build, plan).await;
             }
+            build.over.cancel();
         });
         Ok(())
     }
@@ -381,17 +393,80 @@ impl Service {
         self.store().template_tags(&who.workspace).await.map_err(store_error)
     }
 
-    /// Deletes a template that was built; refused while sandboxes or snapshots need it.
+    /// How often sandboxes were made from one of these, as far as records go back, and when last.
+    pub async fn template_uses(
+        &self,
+        who: &Principal,
+        templates: &[Template],
+    ) -> Result<(u64, Option<Timestamp>), ServiceError> {
+        let (mut count, mut last) = (0, None);
+        for template in templates {
+            let uses = self.store().template_uses(&who.workspace, &template.id).await.map_err(store_error)?;
+            (count, last) = (count + uses.0, last.max(uses.1));
+        }
+        Ok((count, last))
+    }
+
+    /// Deletes a template that was built: by its name all builds of it, those under way included; by `name:tag` or an id
+    /// that one. Refused, and nothing deleted, while sandboxes or snapshots need one of them.
     pub async fn delete_template(&self, who: &Principal, name: &str) -> Result<(), ServiceError> {
-        let record = self.template_record(who, name).await?;
-        let Some(built) = record.built else {
-            return invalid("template", format!("{} is a template of the server and stays", quoted(name)));
-        };
-        if !self.store().remove_template(&record.template.id).await.map_err(store_error)? {
+        let was_being_built = self.cancel_builds(who, name).await;
+        let mut found = self.store().templates_built(&who.workspace, name).await.map_err(store_error)?;
+        if found.is_empty() {
+            match self.template_record(who, name).await {
+                Ok(record) if record.built.is_none() => {
+                    return invalid("template", format!("{} is a template of the server and stays", quoted(name)));
+                }
+                Ok(record) => found.push(record),
+                Err(ServiceError::TemplateNotFound { .. }) if was_being_built => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        let ids: Vec<TemplateId> = found.iter().map(|record| record.template.id.clone()).collect();
+        for id in &ids {
+            self.forget_steps_on(id).await?;
+        }
+        if !self.store().remove_templates(&ids).await.map_err(store_error)? {
             return Err(ServiceError::TemplateInUse { name: name.to_owned() });
         }
-        if self.store().begin_snapshot_delete(&built.snapshot).await.map_err(store_error)? {
-            self.handle.core.remove_snapshot_soon(built.snapshot);
+        for built in found.into_iter().filter_map(|record| record.built) {
+            if self.store().begin_snapshot_delete(&built.snapshot).await.map_err(store_error)? {
+                self.handle.core.remove_snapshot_soon(built.snapshot);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends builds of a name (or the one that makes a template) that are not over; whether there were any.
+    async fn cancel_builds(&self, who: &Principal, name: &str) -> bool {
+        let is_meant = |build: &Build| {
+            build.owner.workspace == who.workspace && (build.name == name || build.template.as_str() == name)
+        };
+        let mut ended = Vec::new();
+        self.handle.core.builds.lock().retain(|_, build| {
+            if !is_meant(build) || build.over.is_cancelled() {
+                return true;
+            }
+            build.cancel.cancel();
+            ended.push(Arc::clone(build));
+            // One that was never started has nothing to tell.
+            build.progress().state.is_some()
+        });
+        for build in &ended {
+            if build.progress().state.is_some() {
+                build.over.cancelled().await;
+            }
+        }
+        !ended.is_empty()
+    }
+
+    /// What builds have kept to save time is no reason to keep a template.
+    async fn forget_steps_on(&self, template: &TemplateId) -> Result<(), ServiceError> {
+        let core = &self.handle.core;
+        for step in self.store().steps_on(template).await.map_err(store_error)? {
+            if !core.dirs.is_leased(&step) && core.store().begin_snapshot_delete(&step).await.map_err(store_error)? {
+                core.remove_snapshot(&step).await?;
+            }
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ use stockade_wire::process::Command;
 use super::{
     BUILD_LABEL, Build, BuildAction, BuildPlace, BuildPlan, BuildState, LogLevel, STEPS_KEPT,
     guest::{self, Copying, Place},
+    uploads,
 };
 use crate::{CreateSandbox, Service, ServiceError, error::chain, error::store_error};
 
@@ -19,9 +20,12 @@ const LIFETIME: Duration = Duration::from_secs(900);
 const EXTEND_EVERY: Duration = Duration::from_secs(300);
 const READY_INTERVAL: Duration = Duration::from_secs(2);
 const READY_PATIENCE: Duration = Duration::from_secs(600);
-/// What a start command gets where no ready command tells more.
+/// What a start command gets to fail in where no ready command tells more,
 const START_TIME: Duration = Duration::from_secs(5);
+/// and where one has succeeded, perhaps without looking.
+const READY_START_TIME: Duration = Duration::from_secs(1);
 const STEP_LABEL: &str = "stockade.build-step";
+const DELETED: &str = "the template was deleted";
 
 type Failed = (BuildPlace, String);
 
@@ -32,7 +36,10 @@ fn at(place: BuildPlace) -> impl FnOnce(ServiceError) -> Failed {
 /// Runs a build to its end, whatever that is.
 pub(super) async fn run(service: &Service, build: &Arc<Build>, plan: BuildPlan) {
     let mut sandbox = None;
-    let done = work(service, build, &plan, &mut sandbox).await;
+    let done = match build.cancel.is_cancelled() {
+        true => Err((BuildPlace::Base, DELETED.to_owned())),
+        false => work(service, build, &plan, &mut sandbox).await,
+    };
     if let Some(sandbox) = sandbox
         && let Err(error) = service.kill(&build.owner, &sandbox.id).await
     {
@@ -75,15 +82,10 @@ async fn work(
     };
     let mut builder = Builder { service, build, sandbox: &sandbox, guest: &guest, place, count: plan.steps.len() };
     let known = known.map_or(0, |(count, _)| count);
-    for (index, step) in plan.steps.iter().enumerate() {
-        let number = index + 1;
-        let result = builder.step(number, &step.action, index < known).await;
-        result.map_err(|message| (BuildPlace::Step(number), message))?;
-        if index >= known && is_layer(&step.action) {
-            builder.keep_step(&digests[index]).await.map_err(at(BuildPlace::Step(number)))?;
-        }
+    tokio::select! {
+        () = build.cancel.cancelled() => return Err((BuildPlace::Finalize, DELETED.to_owned())),
+        carried_out = builder.carry_out(plan, &digests, known) => carried_out?,
     }
-    builder.start(plan).await.map_err(|message| (BuildPlace::Finalize, message))?;
     builder.finish(&parent, digests.last().unwrap_or(&parent.digest)).await.map_err(at(BuildPlace::Finalize))
 }
 
@@ -205,6 +207,19 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
+    /// All steps, of which the first `known` need not be carried out again, then the start command.
+    async fn carry_out(&mut self, plan: &BuildPlan, digests: &[String], known: usize) -> Result<(), Failed> {
+        for (index, step) in plan.steps.iter().enumerate() {
+            let number = index + 1;
+            let result = self.step(number, &step.action, index < known).await;
+            result.map_err(|message| (BuildPlace::Step(number), message))?;
+            if index >= known && is_layer(&step.action) {
+                self.keep_step(&digests[index]).await.map_err(at(BuildPlace::Step(number)))?;
+            }
+        }
+        self.start(plan).await.map_err(|message| (BuildPlace::Finalize, message))
+    }
+
     /// Carries a step out; of a known one only what it sets for those after it.
     async fn step(&mut self, number: usize, action: &BuildAction, is_known: bool) -> Result<(), String> {
         let cached = if is_known { "CACHED " } else { "" };
@@ -259,6 +274,10 @@ impl Builder<'_> {
             mode: mode.as_deref().unwrap_or_default(),
         };
         let done = guest::copy(self.guest, &copying).await;
+        if done.is_err() {
+            // It may be what is wrong; the next build's client sends it again.
+            uploads::forget(&self.service.handle.core, &self.build.owner.workspace, archive).await;
+        }
         done.map_err(|why| format!("failed to copy '{source}' to '{destination}': {why}"))
     }
 
@@ -306,21 +325,29 @@ impl Builder<'_> {
     async fn start(&self, plan: &BuildPlan) -> Result<(), String> {
         let say = |text: String| self.build.log.say(LogLevel::Info, BuildPlace::Finalize, &text);
         let mut pid = None;
+        let started_at = tokio::time::Instant::now();
         if let Some(command) = &plan.start {
             say(format!("[finalize] Running start command: {command}"));
             let request = self.place.request(Command::Shell(command.clone()), None);
             let started = self.guest.start(&request).await;
-            pid = started.map_err(|error| format!("failed to run start command '{command}': {error}"))?.started;
+            let started = started.map_err(|error| format!("failed to run start command '{command}': {error}"))?;
+            pid = started.started.map(|started| started.pid);
         }
-        let Some(ready) = &plan.ready else {
-            if let (Some(command), Some(started)) = (&plan.start, &pid) {
-                tokio::time::sleep(START_TIME).await;
-                self.check_running(command, started.pid).await?;
-            }
-            return Ok(());
-        };
+        if let Some(ready) = &plan.ready {
+            self.wait_until_ready(ready, plan.start.as_ref().zip(pid)).await?;
+        }
+        if let (Some(command), Some(pid)) = (&plan.start, pid) {
+            let least = if plan.ready.is_some() { READY_START_TIME } else { START_TIME };
+            tokio::time::sleep(least.saturating_sub(started_at.elapsed())).await;
+            self.check_running(command, pid).await?;
+        }
+        Ok(())
+    }
+
+    async fn wait_until_ready(&self, ready: &str, started: Option<(&String, u32)>) -> Result<(), String> {
+        let say = |text: String| self.build.log.say(LogLevel::Info, BuildPlace::Finalize, &text);
         say(format!("[finalize] Running ready command: {ready}"));
-        let request = self.place.request(Command::Shell(ready.clone()), None);
+        let request = self.place.request(Command::Shell(ready.to_owned()), None);
         let wait = async {
             loop {
                 let exit = guest::run(self.guest, &request, |_, line| {
@@ -329,8 +356,8 @@ impl Builder<'_> {
                 if guest::failure(&exit.await?).is_none() {
                     return Ok(());
                 }
-                if let (Some(command), Some(started)) = (&plan.start, &pid) {
-                    self.check_running(command, started.pid).await?;
+                if let Some((command, pid)) = started {
+                    self.check_running(command, pid).await?;
                 }
                 tokio::time::sleep(READY_INTERVAL).await;
             }

@@ -19,6 +19,9 @@ use crate::{ServiceError, core::Core};
 
 /// Largest archive.
 const MOST_BYTES: u64 = 4 << 30;
+/// The first header of a tar file, and where in it the word is.
+const TAR_HEADER: usize = 512;
+const TAR_MAGIC: std::ops::Range<usize> = 257..262;
 const KEPT: Duration = Duration::from_secs(24 * 3600);
 
 fn directory(core: &Core, workspace: &WorkspaceId) -> PathBuf {
@@ -64,7 +67,7 @@ where
     let partial = directory.join(format!("{}.partial", super::random_uuid()));
     let write = async {
         let mut file = fs::File::create_new(&partial).await.map_err(fail)?;
-        let mut bytes = 0;
+        let (mut bytes, mut start) = (0, Vec::with_capacity(TAR_HEADER));
         while let Some(piece) = body.next().await {
             let piece = piece.map_err(|error| {
                 tracing::debug!(%error, "an upload was cut off");
@@ -74,7 +77,11 @@ where
             if bytes > MOST_BYTES {
                 return super::invalid("body", format!("has over {MOST_BYTES} bytes, the most of one upload"));
             }
+            start.extend_from_slice(&piece[..piece.len().min(TAR_HEADER - start.len())]);
             file.write_all(&piece).await.map_err(fail)?;
+        }
+        if !is_archive(&start) {
+            return super::invalid("body", "is no archive: send a tar file, plain or compressed by gzip".to_owned());
         }
         file.sync_all().await.map_err(fail)?;
         fs::rename(&partial, directory.join(digest)).await.map_err(fail)
@@ -85,6 +92,19 @@ where
         let _ = fs::remove_file(&partial).await;
     }
     kept
+}
+
+/// Whether something begins as an archive does. What is wrong further on, the build that unpacks it says.
+fn is_archive(start: &[u8]) -> bool {
+    start.starts_with(&[0x1f, 0x8b]) || start.get(TAR_MAGIC).is_some_and(|magic| magic == b"ustar")
+}
+
+/// Forgets an archive that cannot be used, so that it is sent again.
+pub(super) async fn forget(core: &Core, workspace: &WorkspaceId, digest: &str) {
+    let path = directory(core, workspace).join(digest);
+    if let Err(error) = fs::remove_file(&path).await {
+        tracing::warn!(path = %path.display(), %error, "an upload that cannot be used is left");
+    }
 }
 
 async fn remove_old(directory: &std::path::Path) -> io::Result<()> {

@@ -107,6 +107,9 @@ impl From<ServiceError> for HttpError {
                 Self::new(StatusCode::CONFLICT, error.to_string())
             }
             ServiceError::WrongState { .. } => Self::new(StatusCode::CONFLICT, error.to_string()),
+            ServiceError::Invalid { field: "cursor", .. } => {
+                Self::bad_request("nextToken is not one that this list gave; leave it out to begin anew")
+            }
             ServiceError::Invalid { .. } => Self::bad_request(error.to_string()),
             ServiceError::IdempotencyConflict => Self::new(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),
             ServiceError::WrongToken => Self::new(StatusCode::UNAUTHORIZED, error.to_string()),

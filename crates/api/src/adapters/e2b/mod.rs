@@ -24,6 +24,7 @@ mod connect;
 mod control;
 mod envd;
 mod error;
+mod extract;
 mod proxy;
 
 /// The release of E2B's in-guest server whose behaviour we show: the SDKs switch features on by it.

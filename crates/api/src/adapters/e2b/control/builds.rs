@@ -10,22 +10,22 @@
 
 use axum::{
     Extension, Json,
-    body::{Body, Bytes},
-    extract::{Path, Query, State},
+    body::Body as Stream,
+    extract::{Path, State},
     response::{IntoResponse as _, Response},
 };
 use futures::StreamExt as _;
 use http::{HeaderMap, StatusCode, Uri, header};
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::IgnoredAny};
 use serde_json::Value;
-use stockade_model::{TemplateId, WorkspaceId, shortened};
+use stockade_model::{WorkspaceId, shortened};
 use stockade_service::{
     BuildAction, BuildPlace, BuildPlan, BuildState, BuildStep, BuildView, LogEntry, LogLevel, NewBuild, Principal,
     ServiceError,
 };
 
-use super::{super::error::HttpError, JsonResult, parse, sandboxes::template_name, templates::of_any_tag};
+use super::{super::error::HttpError, Body, JsonResult, Query, sandboxes::template_name, templates::of_any_tag};
 use crate::AppState;
 
 /// Images that stand for our own template `base`: what a `Template()` without a `from_...` names.
@@ -37,7 +37,7 @@ const MOST_LOG_LINES: usize = 100;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Reserve {
+pub(super) struct Reserve {
     name: Option<String>,
     alias: Option<String>,
     tags: Option<Vec<String>>,
@@ -92,9 +92,8 @@ impl Reserve {
 pub(super) async fn reserve(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
-    body: Bytes,
+    Body(request): Body<Reserve>,
 ) -> Result<(StatusCode, Json<Reserved>), HttpError> {
-    let request: Reserve = parse(&body)?;
     request.check_shape()?;
     let text = request.name.as_deref().or(request.alias.as_deref());
     let text = text.ok_or_else(|| HttpError::bad_request("name is missing"))?;
@@ -103,7 +102,7 @@ pub(super) async fn reserve(
     tags.extend(tag.filter(|tag| !tags.contains(tag)));
     let build = state.service.reserve_build(&who, NewBuild { name, tags })?;
     let reserved = Reserved {
-        template_id: build.template.to_string(),
+        template_id: build.name.clone(),
         build_id: build.id,
         public: false,
         names: vec![build.name.clone()],
@@ -150,7 +149,7 @@ pub(super) async fn upload(
     State(state): State<AppState>,
     Path((workspace, hash)): Path<(String, String)>,
     Query(Token { token }): Query<Token>,
-    body: Body,
+    body: Stream,
 ) -> Result<StatusCode, HttpError> {
     let refused = || HttpError::new(StatusCode::FORBIDDEN, "the upload's token is not valid");
     let workspace: WorkspaceId = workspace.parse().map_err(|_| refused())?;
@@ -164,7 +163,7 @@ pub(super) async fn upload(
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Start {
+pub(super) struct Start {
     from_image: Option<String>,
     from_template: Option<String>,
     from_image_registry: Option<Value>,
@@ -177,7 +176,7 @@ struct Start {
 }
 
 #[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Step {
     #[serde(rename = "type")]
     kind: String,
@@ -185,6 +184,11 @@ struct Step {
     args: Vec<String>,
     files_hash: Option<String>,
     force: Option<bool>,
+    /// For the client's own use.
+    #[serde(rename = "forceUpload")]
+    _force_upload: Option<IgnoredAny>,
+    #[serde(rename = "resolveSymlinks")]
+    _resolve_symlinks: Option<IgnoredAny>,
 }
 
 impl Start {
@@ -196,6 +200,9 @@ impl Start {
             ))
         };
         let from = match (self.from_template, self.from_image) {
+            (Some(_), None) if self.from_image_registry.is_some() => {
+                return Err(HttpError::bad_request("fromImageRegistry does not go with fromTemplate; leave it out"));
+            }
             (Some(template), None) => full_name(&template)?,
             (None, Some(image)) if BASE_IMAGES.contains(&image.as_str()) && self.from_image_registry.is_none() => {
                 "base".to_owned()
@@ -260,9 +267,9 @@ pub(super) async fn start(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path((_, build)): Path<(String, String)>,
-    body: Bytes,
+    Body(request): Body<Start>,
 ) -> Result<StatusCode, HttpError> {
-    let plan = parse::<Start>(&body)?.plan()?;
+    let plan = request.plan()?;
     has_parent(&state, &who, &plan.from).await?;
     state.service.start_build(&who, &build, plan)?;
     Ok(StatusCode::ACCEPTED)
@@ -359,7 +366,7 @@ pub(super) async fn status(
 fn reply(view: BuildView, least: LogLevel) -> StatusReply {
     let entries: Vec<Entry> = view.log.into_iter().filter(|entry| entry.level >= least).map(Entry::from).collect();
     StatusReply {
-        template_id: view.template.to_string(),
+        template_id: view.name,
         build_id: view.id,
         status: match view.state {
             BuildState::Waiting => "waiting",
@@ -374,7 +381,8 @@ fn reply(view: BuildView, least: LogLevel) -> StatusReply {
 }
 
 #[derive(Deserialize)]
-struct AssignTags {
+#[serde(deny_unknown_fields)]
+pub(super) struct AssignTags {
     target: String,
     tags: Vec<String>,
 }
@@ -390,9 +398,8 @@ pub(super) struct Tagged {
 pub(super) async fn assign_tags(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
-    body: Bytes,
+    Body(AssignTags { target, tags }): Body<AssignTags>,
 ) -> Result<(StatusCode, Json<Tagged>), HttpError> {
-    let AssignTags { target, tags } = parse(&body)?;
     let tags: Vec<String> = tags.iter().map(|tag| tag.trim().to_ascii_lowercase()).collect();
     let template = state.service.tag_template(&who, &full_name(&target)?, &tags).await?;
     let build_id = state.service.build_of(&who, &template.id).await?.unwrap_or_default();
@@ -400,7 +407,8 @@ pub(super) async fn assign_tags(
 }
 
 #[derive(Deserialize)]
-struct RemoveTags {
+#[serde(deny_unknown_fields)]
+pub(super) struct RemoveTags {
     name: String,
     tags: Vec<String>,
 }
@@ -408,9 +416,8 @@ struct RemoveTags {
 pub(super) async fn remove_tags(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
-    body: Bytes,
+    Body(RemoveTags { name, tags }): Body<RemoveTags>,
 ) -> Result<StatusCode, HttpError> {
-    let RemoveTags { name, tags } = parse(&body)?;
     state.service.untag_template(&who, &name_and_tag(&name).0, &tags).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -436,17 +443,12 @@ pub(super) async fn tags(
     Ok(Json(tags.map(tag).collect::<Vec<_>>()).into_response())
 }
 
-/// The id a template's build goes by; for those of the server their own.
-pub(super) async fn build_id(state: &AppState, who: &Principal, template: &TemplateId) -> Result<String, HttpError> {
-    Ok(state.service.build_of(who, template).await?.unwrap_or_else(|| template.to_string()))
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::parse, *};
 
     fn plan(json: &str) -> Result<BuildPlan, HttpError> {
-        parse::<Start>(&Bytes::copy_from_slice(json.as_bytes()))?.plan()
+        parse::<Start>(json.as_bytes())?.plan()
     }
 
     #[test]
@@ -474,6 +476,8 @@ mod tests {
             (r#"{"fromTemplate":"base","steps":[{"type":"RUN","args":[]}]}"#, "step 1 (RUN): the command is missing"),
             (r#"{"fromTemplate":"base","steps":[{"type":"COPY","args":["a","b"]}]}"#, "filesHash"),
             (r#"{"fromTemplate":"base","cache":true}"#, "cache"),
+            (r#"{"fromTemplate":"base","fromImageRegistry":{"type":"registry"}}"#, "fromImageRegistry"),
+            (r#"{"fromTemplate":"base","steps":[{"type":"RUN","args":["true"],"shell":"sh"}]}"#, "shell"),
             (r"{}", "fromTemplate"),
         ] {
             let error = plan(json).expect_err(json);
@@ -483,8 +487,7 @@ mod tests {
 
     #[test]
     fn a_shape_of_its_own_is_refused_and_the_sdks_default_is_not() {
-        let check =
-            |json: &str| parse::<Reserve>(&Bytes::copy_from_slice(json.as_bytes())).and_then(|new| new.check_shape());
+        let check = |json: &str| parse::<Reserve>(json.as_bytes()).and_then(|new| new.check_shape());
         assert!(check(r#"{"name":"x","cpuCount":2,"memoryMB":1024}"#).is_ok());
         for (json, word) in [
             (r#"{"name":"x","cpuCount":4}"#, "cpuCount 4"),

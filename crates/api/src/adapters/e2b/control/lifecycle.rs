@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use axum::{
     Extension, Json,
-    body::Bytes,
     extract::{Path, State},
 };
 use http::StatusCode;
@@ -19,7 +18,7 @@ use tokio::time::timeout;
 
 use super::{
     super::error::{ErrorJson, HttpError},
-    parse, sandbox_id,
+    Body, sandbox_id,
     sandboxes::{DEFAULT_TIMEOUT_V1, DEFAULT_TIMEOUT_V2, SandboxReply, live},
 };
 use crate::AppState;
@@ -34,7 +33,7 @@ pub(super) fn is_paused(state: SandboxState) -> bool {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Pause {
+pub(super) struct Pause {
     memory: Option<bool>,
     require_healthy_guest: Option<bool>,
 }
@@ -43,9 +42,8 @@ pub(super) async fn pause(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(Pause { memory, require_healthy_guest }): Body<Pause>,
 ) -> Result<StatusCode, HttpError> {
-    let Pause { memory, require_healthy_guest } = parse(&body)?;
     let sandbox = live(&state, &who, &sandbox_id(&id)?).await?;
     // The service would take one in standby further down: a success where E2B has none.
     if matches!(sandbox.state, SandboxState::Paused | SandboxState::Stopped) {
@@ -76,7 +74,7 @@ async fn expect_answer(state: &AppState, who: &Principal, id: &SandboxId) -> Res
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Connect {
+pub(super) struct Connect {
     timeout: Option<i64>,
     memory: Option<bool>,
 }
@@ -87,9 +85,8 @@ pub(super) async fn connect_v1(
     state: State<AppState>,
     who: Extension<Principal>,
     id: Path<String>,
-    body: Bytes,
+    Body(request): Body<Connect>,
 ) -> Reply {
-    let request: Connect = parse(&body)?;
     let timeout = request.timeout.ok_or_else(|| HttpError::bad_request("timeout is missing"))?;
     connect(state, who, id, timeout, request.memory).await
 }
@@ -98,9 +95,8 @@ pub(super) async fn connect_v2(
     state: State<AppState>,
     who: Extension<Principal>,
     id: Path<String>,
-    body: Bytes,
+    Body(request): Body<Connect>,
 ) -> Reply {
-    let request: Connect = parse(&body)?;
     connect(state, who, id, request.timeout.unwrap_or(DEFAULT_TIMEOUT_V2), request.memory).await
 }
 
@@ -150,7 +146,7 @@ async fn bring_back(
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Resume {
+pub(super) struct Resume {
     timeout: Option<i64>,
     auto_pause: Option<bool>,
     memory: Option<bool>,
@@ -161,9 +157,8 @@ pub(super) async fn resume(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(request): Body<Resume>,
 ) -> Reply {
-    let request: Resume = parse(&body)?;
     let sandbox = live(&state, &who, &sandbox_id(&id)?).await?;
     if !is_paused(sandbox.state) {
         return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox {id} is running already")));
@@ -188,7 +183,7 @@ fn over_zero(timeout: i64) -> Result<Duration, HttpError> {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Fork {
+pub(super) struct Fork {
     timeout: Option<i64>,
     count: Option<i64>,
 }
@@ -205,9 +200,8 @@ pub(super) async fn fork(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(Fork { timeout, count }): Body<Fork>,
 ) -> Result<(StatusCode, Json<Vec<ForkReply>>), HttpError> {
-    let Fork { timeout, count } = parse(&body)?;
     let lifetime = over_zero(timeout.unwrap_or(DEFAULT_TIMEOUT_V1))?;
     let count = count.unwrap_or(1);
     let request = ForkRequest {

@@ -1,17 +1,13 @@
 //! Lists of sandboxes.
 
-use axum::{
-    Extension, Json,
-    extract::{Query, State},
-    response::Response,
-};
+use axum::{Extension, Json, extract::State, response::Response};
 use http::{HeaderName, HeaderValue};
 use jiff::Timestamp;
 use serde::Deserialize;
 use stockade_model::{Sandbox, SandboxState, shortened};
 use stockade_service::{BUILD_LABEL, ListFilter, Page, Principal, ServiceError};
 
-use super::{super::error::HttpError, filter, paging, sandboxes::ListedSandbox};
+use super::{super::error::HttpError, Query, filter, paging, sandboxes::ListedSandbox};
 use crate::AppState;
 
 /// What the service gives at once.

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 
 use axum::{
     Extension, Json,
-    extract::{Path, Query, State},
+    extract::{Path, State},
 };
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use stockade_model::EndCause;
 use stockade_service::{Principal, SandboxEvent};
 
-use super::{super::error::HttpError, JsonResult, sandbox_id};
+use super::{super::error::HttpError, JsonResult, Query, sandbox_id};
 use crate::AppState;
 
 const MAX_ENTRIES: usize = 1000;

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 
 use axum::{
     Extension, Json,
-    extract::{Path, Query, State},
+    extract::{Path, State},
 };
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 use stockade_service::{MetricsSample, Principal, ServiceError};
 
-use super::{super::error::HttpError, JsonResult, sandbox_id};
+use super::{super::error::HttpError, JsonResult, Query, sandbox_id};
 use crate::AppState;
 
 #[derive(Deserialize)]

@@ -2,19 +2,20 @@
 
 use axum::{
     Json, Router,
-    body::Bytes,
     extract::{DefaultBodyLimit, Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post, put},
 };
 use http::{HeaderMap, Method, StatusCode, Uri, header};
-use serde::de::DeserializeOwned;
 use stockade_model::SandboxId;
 use tower_http::cors::CorsLayer;
 
-use super::error::HttpError;
-use crate::{AppState, parse_json};
+use super::{
+    error::HttpError,
+    extract::{Body, MAX_BODY_BYTES, Query, parse},
+};
+use crate::AppState;
 
 mod builds;
 mod filter;
@@ -29,8 +30,6 @@ mod sandboxes;
 mod secrets;
 mod snapshots;
 mod templates;
-
-const MAX_BODY_BYTES: usize = 1 << 20;
 
 pub(super) fn router(state: AppState) -> Router {
     let with_key = Router::new()
@@ -102,12 +101,6 @@ async fn fallback(method: Method, uri: Uri) -> HttpError {
     later::area(uri.path()).unwrap_or_else(|| {
         HttpError::new(StatusCode::NOT_FOUND, format!("there is no {method} {} in this API", uri.path()))
     })
-}
-
-/// A JSON body; an empty one counts as `{}`. Unknown fields and wrong types are named, values are not: they may be secrets.
-fn parse<T: DeserializeOwned>(body: &Bytes) -> Result<T, HttpError> {
-    let text: &[u8] = if body.is_empty() { b"{}" } else { body };
-    parse_json(text).map_err(|error| HttpError::bad_request(format!("the request body is not valid: {error}")))
 }
 
 /// An id from a path: `<id>` or, as older clients write it, `<id>-<client id>`.

@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 
 use axum::{
     Extension,
-    body::Bytes,
     extract::{Path, State},
 };
 use http::StatusCode;
@@ -27,7 +26,7 @@ use stockade_service::{
     },
 };
 
-use super::{super::error::HttpError, parse, sandbox_id, sandboxes::live};
+use super::{super::error::HttpError, Body, parse, sandbox_id, sandboxes::live};
 use crate::AppState;
 
 const ALL: &str = "0.0.0.0/0";
@@ -92,7 +91,7 @@ struct Transform {
 /// The body of an update: all there is, what is left out is cleared.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Update {
+pub(super) struct Update {
     #[serde(rename = "allow_internet_access", alias = "allowInternetAccess")]
     allow_internet_access: Option<bool>,
     #[serde(flatten)]
@@ -327,16 +326,15 @@ pub(super) async fn update(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(Update { allow_internet_access, network }): Body<Update>,
 ) -> Result<StatusCode, HttpError> {
     let id = sandbox_id(&id)?;
     let sandbox = live(&state, &who, &id).await?;
     if super::lifecycle::is_paused(sandbox.state) {
         return Err(HttpError::new(StatusCode::CONFLICT, format!("sandbox '{id}' is not running")));
     }
-    let Update { allow_internet_access, network } = parse(&body)?;
     let network = Value::Object(network.into_iter().collect());
-    let mut network: Network = parse(&network.to_string().into())?;
+    let mut network: Network = parse(network.to_string().as_bytes())?;
     if network.allow_public_traffic.is_some() || network.mask_request_host.is_some() {
         let message = "allowPublicTraffic and maskRequestHost are set when the sandbox is made and cannot be changed";
         return Err(HttpError::bad_request(message));

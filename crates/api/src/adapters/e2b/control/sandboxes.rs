@@ -7,7 +7,6 @@ use std::{collections::BTreeMap, time::Duration};
 
 use axum::{
     Extension, Json,
-    body::Bytes,
     extract::{Path, State},
 };
 use http::{HeaderMap, StatusCode};
@@ -23,11 +22,11 @@ use super::{
         access::{OPEN_LABEL, is_secured},
         error::HttpError,
     },
-    JsonResult,
+    Body, JsonResult,
     builds::full_name,
     lifecycle::is_paused,
     network::{self, Network, NetworkView},
-    parse, sandbox_id,
+    sandbox_id,
 };
 use crate::AppState;
 
@@ -39,7 +38,7 @@ const CLIENT_ID: &str = "stockade";
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct NewSandbox {
+pub(super) struct NewSandbox {
     #[serde(rename = "templateID")]
     template_id: String,
     timeout: Option<i64>,
@@ -185,7 +184,7 @@ impl SandboxReply {
         let closed = state.service.ingress(&sandbox.id).await?.previews == Previews::Token;
         let traffic_token = || state.service.traffic_token(&sandbox.id).expose().to_owned();
         Ok(Self {
-            template_id: sandbox.template.to_string(),
+            template_id: sandbox.template_name.clone(),
             sandbox_id: sandbox.id.to_string(),
             client_id: CLIENT_ID,
             alias: sandbox.template_name.clone(),
@@ -230,7 +229,7 @@ impl ListedSandbox {
         let mut metadata = sandbox.metadata.clone();
         metadata.remove(OPEN_LABEL);
         Self {
-            template_id: sandbox.template.to_string(),
+            template_id: sandbox.template_name.clone(),
             alias: sandbox.template_name.clone(),
             sandbox_id: sandbox.id.to_string(),
             client_id: CLIENT_ID,
@@ -276,9 +275,9 @@ pub(super) async fn create_v1(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     headers: HeaderMap,
-    body: Bytes,
+    Body(new): Body<NewSandbox>,
 ) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
-    let new = read(&state, &who, &body).await?;
+    let new = with_secrets(&state, &who, new).await?;
     let secured = new.secure.unwrap_or(false);
     create(&state, &who, new.request(DEFAULT_TIMEOUT_V1, secured, &headers)?).await
 }
@@ -287,9 +286,9 @@ pub(super) async fn create_v2(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     headers: HeaderMap,
-    body: Bytes,
+    Body(new): Body<NewSandbox>,
 ) -> Result<(StatusCode, Json<SandboxReply>), HttpError> {
-    let new = read(&state, &who, &body).await?;
+    let new = with_secrets(&state, &who, new).await?;
     if new.secure == Some(false) {
         return Err(HttpError::bad_request(
             "secure cannot be false: sandboxes made by /v2/sandboxes are always secured",
@@ -298,8 +297,7 @@ pub(super) async fn create_v2(
     create(&state, &who, new.request(DEFAULT_TIMEOUT_V2, true, &headers)?).await
 }
 
-async fn read(state: &AppState, who: &Principal, body: &Bytes) -> Result<NewSandbox, HttpError> {
-    let mut new: NewSandbox = parse(body)?;
+async fn with_secrets(state: &AppState, who: &Principal, mut new: NewSandbox) -> Result<NewSandbox, HttpError> {
     if let Some(network) = &mut new.network {
         super::secrets::spell(state, who, network).await?;
     }
@@ -359,7 +357,7 @@ pub(super) async fn kill(
 }
 
 #[derive(Deserialize)]
-struct Timeout {
+pub(super) struct Timeout {
     timeout: i64,
 }
 
@@ -367,9 +365,8 @@ pub(super) async fn set_timeout(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(Timeout { timeout }): Body<Timeout>,
 ) -> Result<StatusCode, HttpError> {
-    let Timeout { timeout } = parse(&body)?;
     let id = sandbox_id(&id)?;
     // Zero and below: at once.
     let seconds = u64::try_from(timeout).unwrap_or(0);
@@ -399,7 +396,7 @@ async fn expire(state: &AppState, who: &Principal, id: &SandboxId) -> Result<(),
 }
 
 #[derive(Deserialize)]
-struct Refresh {
+pub(super) struct Refresh {
     duration: Option<u64>,
 }
 
@@ -407,9 +404,8 @@ pub(super) async fn refresh(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(Refresh { duration }): Body<Refresh>,
 ) -> Result<StatusCode, HttpError> {
-    let Refresh { duration } = parse(&body)?;
     let seconds = duration.unwrap_or(DEFAULT_TIMEOUT_V1.unsigned_abs());
     if seconds > 3600 {
         return Err(HttpError::bad_request(format!("duration is {seconds}; at most 3600 seconds are possible")));
@@ -424,10 +420,10 @@ pub(super) async fn refresh(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::parse, *};
 
     fn request(json: &str) -> Result<CreateSandbox, HttpError> {
-        parse::<NewSandbox>(&Bytes::copy_from_slice(json.as_bytes()))?.request(300, true, &HeaderMap::new())
+        parse::<NewSandbox>(json.as_bytes())?.request(300, true, &HeaderMap::new())
     }
 
     #[test]

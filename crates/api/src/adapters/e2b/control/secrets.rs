@@ -7,8 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use axum::{
     Extension, Json,
-    body::Bytes,
-    extract::{Path, Query, State},
+    extract::{Path, State},
     response::Response,
 };
 use http::StatusCode;
@@ -17,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use stockade_model::Secret;
 use stockade_service::{Principal, SecretContent, SecretInfo, SecretRequest};
 
-use super::{super::error::HttpError, JsonResult, network::Network, paging, parse};
+use super::{super::error::HttpError, Body, JsonResult, Query, network::Network, paging};
 use crate::AppState;
 
 const LONGEST_NAME: usize = 128;
@@ -53,7 +52,7 @@ impl SecretView {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct NewSecret {
+pub(super) struct NewSecret {
     name: String,
     value: String,
     metadata: Option<BTreeMap<String, String>>,
@@ -61,7 +60,7 @@ struct NewSecret {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct SecretUpdate {
+pub(super) struct SecretUpdate {
     value: String,
     metadata: Option<BTreeMap<String, String>>,
 }
@@ -69,9 +68,8 @@ struct SecretUpdate {
 pub(super) async fn create(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
-    body: Bytes,
+    Body(NewSecret { name, value, metadata }): Body<NewSecret>,
 ) -> Result<(StatusCode, Json<SecretView>), HttpError> {
-    let NewSecret { name, value, metadata } = parse(&body)?;
     let request = SecretRequest {
         name: new_name(&name)?,
         hosts: vec!["*".to_owned()],
@@ -87,9 +85,8 @@ pub(super) async fn update(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(reference): Path<String>,
-    body: Bytes,
+    Body(SecretUpdate { value, metadata }): Body<SecretUpdate>,
 ) -> JsonResult<SecretView> {
-    let SecretUpdate { value, metadata } = parse(&body)?;
     let found = find(&state, &who, &reference).await?;
     let updated = state.service.update_secret(&who, &found.secret_id, Secret::new(value), metadata).await?;
     SecretView::of(updated).map(Json).ok_or_else(|| not_found(&reference))

@@ -3,8 +3,7 @@
 
 use axum::{
     Extension, Json,
-    body::Bytes,
-    extract::{Path, Query, State},
+    extract::{Path, State},
     response::Response,
 };
 use http::StatusCode;
@@ -12,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use stockade_model::{Snapshot, shortened};
 use stockade_service::{Principal, SnapshotFilter, SnapshotRequest, SnapshotScope};
 
-use super::{super::error::HttpError, paging, parse, sandbox_id, sandboxes::template_name};
+use super::{super::error::HttpError, Body, Query, paging, sandbox_id, sandboxes::template_name};
 use crate::AppState;
 
 /// `SnapshotInfo`.
@@ -31,7 +30,7 @@ impl From<Snapshot> for SnapshotInfo {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct NewSnapshot {
+pub(super) struct NewSnapshot {
     name: Option<String>,
     memory: Option<bool>,
 }
@@ -40,9 +39,8 @@ pub(super) async fn create(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
-    body: Bytes,
+    Body(NewSnapshot { name, memory }): Body<NewSnapshot>,
 ) -> Result<(StatusCode, Json<SnapshotInfo>), HttpError> {
-    let NewSnapshot { name, memory } = parse(&body)?;
     let request = SnapshotRequest {
         name: name.as_deref().map(plain_name).transpose()?,
         labels: std::collections::BTreeMap::new(),
@@ -51,6 +49,17 @@ pub(super) async fn create(
     };
     let snapshot = state.service.snapshot(&who, &sandbox_id(&id)?, request).await?;
     Ok((StatusCode::CREATED, Json(snapshot.into())))
+}
+
+/// E2B keeps what sandboxes were made from; ours need it no longer, but their clients expect to be told.
+pub(super) async fn expect_unused(state: &AppState, who: &Principal, snapshot: &Snapshot) -> Result<(), HttpError> {
+    match state.service.made_from_snapshot(who, &snapshot.id).await? {
+        None => Ok(()),
+        Some(sandbox) => Err(HttpError::bad_request(format!(
+            "snapshot '{}' is in use: sandbox {sandbox}, which lives, was made from it; kill that first",
+            snapshot.name.as_deref().unwrap_or(snapshot.id.as_str())
+        ))),
+    }
 }
 
 /// A name as create will look for it.

@@ -1,4 +1,8 @@
 //! Templates: what there is of them; building them is in `builds`.
+//!
+//! To E2B a template is a name, and its builds come and go; to us each build is a template. So its id is its name.
+
+use std::collections::BTreeMap;
 
 use axum::{
     Extension, Json,
@@ -7,13 +11,14 @@ use axum::{
 use http::StatusCode;
 use jiff::Timestamp;
 use serde::Serialize;
-use stockade_model::{TemplateState, shortened};
-use stockade_service::{Principal, ServiceError, TemplateTag};
+use stockade_model::shortened;
+use stockade_service::{DEFAULT_TAG, Principal, ServiceError, TemplateTag};
 
 use super::{
     super::{ENVD_VERSION, error::HttpError},
     JsonResult,
-    builds::{build_id, full_name},
+    builds::full_name,
+    snapshots,
 };
 use crate::AppState;
 
@@ -37,62 +42,71 @@ pub(super) struct Template {
     created_by: Option<String>,
     last_spawned_at: Option<Timestamp>,
     spawn_count: u64,
-    build_count: u64,
+    build_count: usize,
     envd_version: &'static str,
     build_status: &'static str,
 }
 
 impl Template {
+    /// A template as E2B's clients see one: a name, and all that was built under it. Ours is what one build has made.
     async fn of(
         state: &AppState,
         who: &Principal,
-        template: stockade_model::Template,
+        builds: &[stockade_model::Template],
         tags: &[TemplateTag],
     ) -> Result<Self, HttpError> {
-        let named = tags.iter().filter(|tag| tag.template == template.id);
-        let mut names: Vec<String> = named
-            .map(|tag| if tag.tag == "default" { tag.name.clone() } else { format!("{}:{}", tag.name, tag.tag) })
-            .collect();
-        if names.is_empty() {
-            names.push(template.name.clone());
-        }
+        let name = &builds[0].name;
+        let is_own = builds[0].workspace.is_some();
+        let tags: Vec<&TemplateTag> = tags.iter().filter(|tag| is_own && tag.name == *name).collect();
+        // What its plain name means, else the newest.
+        let default = tags.iter().find(|tag| tag.tag == DEFAULT_TAG).map(|tag| &tag.template);
+        let shown = builds.iter().find(|build| Some(&build.id) == default).unwrap_or(&builds[builds.len() - 1]);
+        let full_name = |tag: &&TemplateTag| match tag.tag.as_str() {
+            DEFAULT_TAG => name.clone(),
+            tag => format!("{name}:{tag}"),
+        };
+        let (spawn_count, last_spawned_at) = state.service.template_uses(who, builds).await?;
         Ok(Self {
-            build_id: build_id(state, who, &template.id).await?,
-            template_id: template.id.to_string(),
-            cpu_count: template.shape.vcpus,
-            memory_mb: template.shape.memory_mib,
-            disk_size_mb: template.shape.disk_mib,
-            public: template.workspace.is_none(),
-            aliases: vec![template.name],
-            names,
-            created_at: template.created_at,
-            updated_at: template.created_at,
+            template_id: name.clone(),
+            build_id: state.service.build_of(who, &shown.id).await?.unwrap_or_else(|| shown.id.to_string()),
+            cpu_count: shown.shape.vcpus,
+            memory_mb: shown.shape.memory_mib,
+            disk_size_mb: shown.shape.disk_mib,
+            public: !is_own,
+            aliases: vec![name.clone()],
+            names: if is_own { tags.iter().map(full_name).collect() } else { vec![name.clone()] },
+            created_at: builds[0].created_at,
+            updated_at: builds[builds.len() - 1].created_at,
             created_by: None,
-            last_spawned_at: None,
-            spawn_count: 0,
-            build_count: 1,
+            last_spawned_at,
+            spawn_count,
+            build_count: builds.len(),
             envd_version: ENVD_VERSION,
-            build_status: match template.state {
-                TemplateState::Building => "building",
-                TemplateState::Ready | TemplateState::Replaced => "ready",
-                TemplateState::Failed => "error",
-            },
+            build_status: "ready",
         })
     }
+}
+
+/// What can be used, by name; a template of the workspace's own apart from the server's of the same name.
+async fn all(state: &AppState, who: &Principal) -> Result<Vec<Template>, HttpError> {
+    let mut named: BTreeMap<(String, bool), Vec<stockade_model::Template>> = BTreeMap::new();
+    for template in state.service.templates(who).await? {
+        named.entry((template.name.clone(), template.workspace.is_none())).or_default().push(template);
+    }
+    let tags = state.service.template_tags(who).await?;
+    let mut all = Vec::with_capacity(named.len());
+    for mut builds in named.into_values() {
+        builds.sort_by_key(|build| build.created_at);
+        all.push(Template::of(state, who, &builds, &tags).await?);
+    }
+    Ok(all)
 }
 
 pub(super) async fn list(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
 ) -> JsonResult<Vec<Template>> {
-    let tags = state.service.template_tags(&who).await?;
-    let mut templates = Vec::new();
-    for template in state.service.templates(&who).await? {
-        if template.state != TemplateState::Replaced {
-            templates.push(Template::of(&state, &who, template, &tags).await?);
-        }
-    }
-    Ok(Json(templates))
+    all(&state, &who).await.map(Json)
 }
 
 pub(super) async fn one(
@@ -100,24 +114,29 @@ pub(super) async fn one(
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
 ) -> JsonResult<Template> {
-    let template = state.service.template(&who, &full_name(&id)?).await?;
-    let tags = state.service.template_tags(&who).await?;
-    Ok(Json(Template::of(&state, &who, template, &tags).await?))
+    let template = of_any_tag(&state, &who, &full_name(&id)?).await?;
+    let is_it = |known: &Template| known.template_id == template.name && known.public == template.workspace.is_none();
+    let found = all(&state, &who).await?.into_iter().find(is_it);
+    found.map(Json).ok_or_else(|| ServiceError::TemplateNotFound { name: id }.into())
 }
 
-/// `DELETE /templates/{id}`: a template that was built, or a snapshot. A name means what it means in create.
+/// `DELETE /templates/{id}`: all that was built under a name, or one build of it (`name:tag`), or a snapshot.
 pub(super) async fn delete(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
     Path(id): Path<String>,
 ) -> Result<StatusCode, HttpError> {
     let name = full_name(&id)?;
-    match state.service.delete_template(&who, &name).await {
+    let missing = match state.service.delete_template(&who, &name).await {
         Ok(()) => return Ok(StatusCode::NO_CONTENT),
-        Err(ServiceError::TemplateNotFound { .. }) => {}
+        Err(missing @ ServiceError::TemplateNotFound { .. }) => missing,
         Err(error) => return Err(error.into()),
-    }
-    let snapshot = state.service.get_snapshot(&who, &name).await?;
+    };
+    let snapshot = match state.service.get_snapshot(&who, &name).await {
+        Err(ServiceError::SnapshotNotFound { .. }) => return Err(missing.into()),
+        found => found?,
+    };
+    snapshots::expect_unused(&state, &who, &snapshot).await?;
     state.service.delete_snapshot(&who, &snapshot.id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -135,9 +154,7 @@ pub(super) async fn alias(
     Path(alias): Path<String>,
 ) -> JsonResult<AliasReply> {
     match of_any_tag(&state, &who, &full_name(&alias)?).await {
-        Ok(template) => {
-            Ok(Json(AliasReply { template_id: template.id.to_string(), public: template.workspace.is_none() }))
-        }
+        Ok(template) => Ok(Json(AliasReply { template_id: template.name, public: template.workspace.is_none() })),
         Err(ServiceError::TemplateNotFound { .. }) => {
             Err(HttpError::new(StatusCode::NOT_FOUND, format!("template alias '{}' not found", shortened(&alias))))
         }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use async_compression::tokio::bufread::GzipEncoder;
-use axum::{Extension, Json, body::Body, extract::Query, response::Response};
+use axum::{Extension, Json, body::Body, response::Response};
 use futures::StreamExt;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use jiff::{Timestamp, tz::TimeZone};
@@ -16,6 +16,7 @@ use super::{
     super::{
         access::{self, Signed},
         error::HttpError,
+        extract::Query,
     },
     Entered,
     guest_error::Asked,

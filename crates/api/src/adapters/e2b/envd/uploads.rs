@@ -8,11 +8,7 @@ use std::{
     time::Duration,
 };
 
-use axum::{
-    Extension, Json,
-    body::Bytes,
-    extract::{Query, Request},
-};
+use axum::{Extension, Json, body::Bytes, extract::Request};
 use futures::{SinkExt, Stream, StreamExt, TryStreamExt};
 use http::{HeaderMap, StatusCode, header};
 use serde::Serialize;
@@ -20,7 +16,7 @@ use stockade_engine::guest::{ByteStream, WriteFile};
 use stockade_wire::files::EntryInfo;
 
 use super::{
-    super::error::HttpError,
+    super::{error::HttpError, extract::Query},
     Entered,
     files::{FileQuery, asked},
     filesystem::METADATA_PREFIX,

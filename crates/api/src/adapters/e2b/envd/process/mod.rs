@@ -138,7 +138,7 @@ fn identity(sandbox: &Sandbox) -> [(&'static str, String); 3] {
     [
         ("E2B_SANDBOX", "true".to_owned()),
         ("E2B_SANDBOX_ID", sandbox.id.to_string()),
-        ("E2B_TEMPLATE_ID", sandbox.template.to_string()),
+        ("E2B_TEMPLATE_ID", sandbox.template_name.clone()),
     ]
 }
 
