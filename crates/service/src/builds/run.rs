@@ -20,10 +20,8 @@ const LIFETIME: Duration = Duration::from_secs(900);
 const EXTEND_EVERY: Duration = Duration::from_secs(300);
 const READY_INTERVAL: Duration = Duration::from_secs(2);
 const READY_PATIENCE: Duration = Duration::from_secs(600);
-/// What a start command gets to fail in where no ready command tells more,
+/// What a start command gets at least to fail in: a ready command may succeed without looking.
 const START_TIME: Duration = Duration::from_secs(5);
-/// and where one has succeeded, perhaps without looking.
-const READY_START_TIME: Duration = Duration::from_secs(1);
 const STEP_LABEL: &str = "stockade.build-step";
 const DELETED: &str = "the template was deleted";
 
@@ -337,8 +335,7 @@ impl Builder<'_> {
             self.wait_until_ready(ready, plan.start.as_ref().zip(pid)).await?;
         }
         if let (Some(command), Some(pid)) = (&plan.start, pid) {
-            let least = if plan.ready.is_some() { READY_START_TIME } else { START_TIME };
-            tokio::time::sleep(least.saturating_sub(started_at.elapsed())).await;
+            tokio::time::sleep(START_TIME.saturating_sub(started_at.elapsed())).await;
             self.check_running(command, pid).await?;
         }
         Ok(())
