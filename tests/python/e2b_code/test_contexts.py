@@ -36,6 +36,27 @@ def test_typescript_shares_javascripts_context(run):
     assert run("typed", language="javascript").text == "5"
 
 
+def test_a_javascript_run_ends_behind_all_its_output(run):
+    lines = "for (let i = 0; i < 300; i++) console.log(i);"
+    expected = "".join(f"{i}\n" for i in range(300))
+    for _ in range(2):
+        execution = run(f"{lines} 'value'", language="javascript")
+        assert (stdout(execution), execution.text) == (expected, "value")
+        failed = run(f"{lines} throw new Error('told')", language="javascript")
+        assert (stdout(failed), failed.error.value) == (expected, "told")
+    slow = "await new Promise((done) => setTimeout(done, 300)); return { 'text/plain': 'late' };"
+    assert run(f"({{ async [Symbol.for('Jupyter.display')]() {{ {slow} }} }})", language="javascript").text == "late"
+
+
+@pytest.mark.long
+def test_what_javascript_prints_at_once_may_be_large(run):
+    for size in (100_000, 8_000_000):
+        # Characters of two units each, one of which is at the end of a piece.
+        execution = run(f"console.log('a' + '\\u{{1f600}}'.repeat({size // 2})); 'value'", language="javascript")
+        assert execution.text == "value"
+        assert stdout(execution) == "a" + "\U0001f600" * (size // 2) + "\n"
+
+
 @pytest.mark.parametrize(
     ("language", "code", "expected"),
     [

@@ -94,7 +94,7 @@ class Context:
                 if not await self.manager.is_alive():
                     break
             finally:
-                self.output.forget(message)
+                self.output.forget(replies)
         raise Unavailable(f"the {self.language} kernel did not start")
 
     async def stop(self):
@@ -140,7 +140,17 @@ class Context:
             self.client.shell_channel.send(message)
             await asyncio.wait_for(replies.idle_and_reply(), START_PATIENCE)
         finally:
-            self.output.forget(message)
+            self.output.forget(replies)
+
+    def has_said_all(self, replies):
+        """Whether the kernel is done with a run and all its output is here."""
+        return replies.is_at_end if languages.marks_end(self.language) else replies.is_done
+
+    def ask_for_end(self, replies):
+        """Has the kernel mark where a run's output ends; what it still sends is the run's."""
+        message = self.request(languages.mark_end(replies.execution_count), silent=True)
+        self.output.expect(message, replies)
+        self.client.shell_channel.send(message)
 
     def request(self, code, silent=False, metadata=None, is_remembered=True):
         """A request to run code; what is not remembered is neither counted nor in the history."""

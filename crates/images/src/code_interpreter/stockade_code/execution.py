@@ -47,7 +47,7 @@ async def run(context, code, run_env, sink, is_remembered=True):
         except ClientGone:
             await context.calm(replies)
         finally:
-            output.forget(message)
+            output.forget(replies)
     except ClientGone:
         pass
     except Unavailable as problem:
@@ -57,19 +57,21 @@ async def run(context, code, run_env, sink, is_remembered=True):
 
 
 async def relay(context, replies, sink):
-    """Writes what the kernel says until it is done, or dead."""
+    """Writes what the kernel says until it has said all, or is dead."""
     manager = context.manager
     was_starved = False
+    has_asked = False
     while True:
         while (message := replies.take()) is not None:
             event = results.event_of(message["header"]["msg_type"], message["content"])
-            if event is not None:
+            # The request that asks for the end is input too.
+            if event is not None and not (has_asked and event["type"] == "number_of_executions"):
                 await sink.write(event)
-        if replies.is_done:
+        if context.has_said_all(replies) or (has_asked and replies.has_failed):
             await finish(sink)
             return
         sink.check()
-        if await replies.wait(LOOK_SECONDS):
+        if not replies.has_failed and await replies.wait(LOOK_SECONDS):
             continue
         is_alive = await manager.is_alive()
         if context.manager is not manager:
@@ -78,6 +80,11 @@ async def relay(context, replies, sink):
         if not is_alive:
             await died(context, sink, *context.cause_of_death(manager))
             return
+        if replies.is_done and not has_asked:
+            # Failed code leaves no mark, nor does code that has broken what would have sent it.
+            context.ask_for_end(replies)
+            has_asked = True
+            continue
         is_starved = memory.is_starved()
         if is_starved and was_starved:
             left = f"less than {memory.STARVED_BELOW_MIB} MiB of the sandbox's memory were left and nothing got on"

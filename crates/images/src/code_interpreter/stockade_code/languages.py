@@ -1,7 +1,11 @@
-"""The languages there are kernels for, and how environment variables are set in each.
+"""The languages there are kernels for, how environment variables are set in each, and when their output has ended.
 
 Python kernels take variables beside the code (`kernel`): one round trip. For the others a piece of code sets
 them first, and another one puts back what held for one run only.
+
+Deno's kernel runs code in one thread and speaks Jupyter in another. What code prints, shows and returns goes from one to
+the other through a queue that is emptied message by message, and the answer that the code is done goes past it: of code
+that prints much, most comes after that. So the end of a run's output is marked in the queue itself.
 """
 
 import json
@@ -41,11 +45,27 @@ def heeds_interrupts(language):
     return KERNELS.get(language) != "deno"
 
 
+# The type of the message behind the last output of a run. It holds the run's number.
+OUTPUT_END = "stockade_output_end"
+
+
+def marks_end(language):
+    """Whether it takes an OUTPUT_END to tell that there is no more output; other kernels send it before they are idle."""
+    return KERNELS.get(language) == "deno"
+
+
+def mark_end(execution_count):
+    """Code that sends the mark behind all output there has been."""
+    return f'globalThis[Symbol.for("{OUTPUT_END}")]({execution_count});'
+
+
 def setup(language):
     """Code to run once in a new kernel; None: none is needed."""
     if KERNELS.get(language) != "deno":
         return None
-    # A promise left as the value of a cell is awaited before it is shown.
+    # A promise left as the value of a cell is awaited before it is shown. After the value of a cell, which may be undefined,
+    # comes the mark; a cell that fails has no value. What is printed goes in pieces: a message that does not fit into a
+    # socket at once gets the kernel's next one in its middle, and the connection is lost.
     return """
 Object.defineProperty(Promise.prototype, Symbol.for("Jupyter.display"), {
   configurable: true,
@@ -57,8 +77,29 @@ Object.defineProperty(Promise.prototype, Symbol.for("Jupyter.display"), {
     return { "text/plain": typeof value === "string" ? value : Deno.inspect(value, { colors: false }) };
   },
 });
+(({ Console, core, jupyter }, { broadcast }) => {
+  const mark = Symbol.for("OUTPUT_END");
+  const markEnd = (execution_count) => broadcast(mark.description, { execution_count });
+  const show = jupyter.broadcastResult;
+  jupyter.broadcastResult = async (execution_count, value) => {
+    try {
+      await show(execution_count, value);
+    } finally {
+      markEnd(execution_count);
+    }
+  };
+  Object.defineProperty(globalThis, mark, { value: markEnd });
+  globalThis.console = new Console((text, level) => {
+    for (let from = 0, to; from < text.length; from = to) {
+      to = from + 65536;
+      const isPairCut = (text.charCodeAt(to - 1) & 0xfc00) === 0xd800;
+      if (isPairCut) to -= 1;
+      core.print(text.slice(from, to), level > 1);
+    }
+  });
+})(Deno[Deno.internal], Deno.jupyter);
 undefined;
-"""
+""".replace("OUTPUT_END", OUTPUT_END)
 
 
 def set_env(language, values):

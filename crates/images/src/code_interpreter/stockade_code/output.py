@@ -12,6 +12,8 @@ import signal
 
 import zmq
 
+from . import languages
+
 log = logging.getLogger("stockade_code")
 
 # Output nobody has read yet, in bytes: above the first the kernel is halted, below the second it goes on.
@@ -20,7 +22,7 @@ GO_ON_BELOW = 4 << 20
 
 
 class Replies:
-    """Messages about one request, in order."""
+    """Messages about a run, in order: about one request, and those sent after it for the run's sake."""
 
     def __init__(self, owner):
         self.owner = owner
@@ -28,6 +30,7 @@ class Replies:
         self.arrived = asyncio.Event()
         self.is_idle = False
         self.reply = None
+        self.end = None
         self.bytes = 0
 
     def put(self, message, size):
@@ -48,6 +51,21 @@ class Replies:
     def is_done(self):
         """Whether the kernel has said all about it."""
         return self.is_idle and self.reply is not None
+
+    @property
+    def has_failed(self):
+        """Whether the kernel has said that it could not be done."""
+        return self.is_done and self.reply["content"].get("status") == "error"
+
+    @property
+    def execution_count(self):
+        """The run's number, once there is a reply."""
+        return self.reply["content"].get("execution_count")
+
+    @property
+    def is_at_end(self):
+        """Whether the mark behind its output has come, and the kernel is done with it."""
+        return self.is_done and self.end == {"execution_count": self.execution_count}
 
     async def wait(self, timeout):
         """Until something arrives; True if it did."""
@@ -81,14 +99,16 @@ class Output:
             asyncio.create_task(self._read(client.shell_channel, self._from_shell)),
         ]
 
-    def expect(self, message):
-        """Where messages about this request will be."""
-        replies = self.expected[message["header"]["msg_id"]] = Replies(self)
+    def expect(self, message, replies=None):
+        """Where messages about this request will be; with those of an earlier one, if these are given."""
+        replies = replies or Replies(self)
+        replies.reply = None
+        self.expected[message["header"]["msg_id"]] = replies
         return replies
 
-    def forget(self, message):
+    def forget(self, replies):
         """No longer keeps them."""
-        self.expected.pop(message["header"]["msg_id"], None)
+        self.expected = {identifier: kept for identifier, kept in self.expected.items() if kept is not replies}
         self.balance()
 
     def close(self):
@@ -121,13 +141,16 @@ class Output:
         if message["header"]["msg_type"] == "status":
             replies.is_idle = message["content"]["execution_state"] == "idle"
             replies.arrived.set()
+        elif message["header"]["msg_type"] == languages.OUTPUT_END:
+            replies.end = message["content"]
+            replies.arrived.set()
         else:
             replies.put(message, size)
             self.balance()
 
     def balance(self):
         """Halts the kernel or lets it go on, by how much is waiting."""
-        waiting = sum(replies.bytes for replies in self.expected.values())
+        waiting = sum(replies.bytes for replies in set(self.expected.values()))
         if not self.is_halted and waiting > HALT_ABOVE:
             self._signal(signal.SIGSTOP)
             self.is_halted = True
