@@ -34,6 +34,18 @@ MOST_CONTEXTS = 64
 class Unavailable(Exception):
     """A context that cannot be had; the text is for the client."""
 
+    name = "Unavailable"
+
+
+class Lost(Exception):
+    """A context whose kernel died since its last run; name and text are for the client."""
+
+    def __init__(self, name, cause):
+        super().__init__(
+            f"the kernel died since the last run ({cause}); the state of this context is lost, this code was not run"
+        )
+        self.name = name
+
 
 class Context:
     """One kernel. All but `run`'s caller go through `lock`."""
@@ -114,14 +126,15 @@ class Context:
         await self.start()
 
     async def ensure_alive(self):
-        """Replaces a kernel that has died since the last run. Returns what it died of, if nobody was told yet."""
+        """Replaces a kernel that has died since the last run; `Lost` if nobody was told yet."""
         manager = self.manager
         if manager is not None and await manager.is_alive():
-            return None
+            return
         log.info("kernel of context %s is replaced", self.id)
         cause = None if manager is None else self.cause_of_death(manager)
         await self.replace()
-        return cause
+        if cause is not None:
+            raise Lost(*cause)
 
     def cause_of_death(self, manager):
         """A name and words for what a kernel died of."""

@@ -1,12 +1,13 @@
 """One run of code, from the request to its last line."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 
 from . import memory, results
-from .contexts import Unavailable
+from .contexts import Lost, Unavailable
 
 log = logging.getLogger("stockade_code")
 
@@ -27,14 +28,8 @@ async def run(context, code, run_env, sink, is_remembered=True):
     try:
         sink.check()
         async with Keepalive(sink):
-            lost = await context.ensure_alive()
-            if lost is None:
-                beside, back = await context.prepare_env(run_env)
-        if lost is not None:
-            name, cause = lost
-            value = f"the kernel died since the last run ({cause}); the state of this context is lost, this code was not run"
-            await finish(sink, results.error(name, value))
-            return
+            await context.ensure_alive()
+            beside, back = await context.prepare_env(run_env)
         context.oom_kills = memory.oom_kills()
         message = context.request(code, metadata=beside, is_remembered=is_remembered)
         replies = context.output.expect(message)
@@ -50,8 +45,9 @@ async def run(context, code, run_env, sink, is_remembered=True):
             output.forget(replies)
     except ClientGone:
         pass
-    except Unavailable as problem:
-        await finish(sink, results.error("Unavailable", str(problem)))
+    except (Lost, Unavailable) as problem:
+        with contextlib.suppress(ClientGone):
+            await finish(sink, results.error(problem.name, str(problem)))
     finally:
         context.lock.release()
 
