@@ -185,15 +185,32 @@ def test_the_service_comes_back_after_it_was_killed():
         box.kill()
 
 
-def test_code_needs_the_sandboxs_token(box):
+def post(box, path, body, **headers):
+    """Asks the service of a sandbox, without the SDK."""
     host = box.get_host(49999)
     name, _, port = host.partition(":")
     context = ssl.create_default_context(cafile=os.environ["SSL_CERT_FILE"])
-    with httpx.Client(verify=context) as client:
-        answer = client.post(
-            f"https://127.0.0.1:{port or 443}/execute",
-            json={"code": "1"},
-            headers={"Host": host},
+    with httpx.Client(verify=context, timeout=PATIENCE_S) as client:
+        return client.post(
+            f"https://127.0.0.1:{port or 443}{path}",
+            json=body,
+            headers={"Host": host, **headers},
             extensions={"sni_hostname": name},
         )
-    assert answer.status_code == 401
+
+
+def test_code_needs_the_sandboxs_token(box):
+    assert post(box, "/execute", {"code": "1"}).status_code == 401
+
+
+def test_fields_that_are_not_known_are_refused(box, context):
+    token = {"X-Access-Token": box._envd_access_token}
+    for path, body in (
+        ("/execute", {"code": "1", "timeout": 3}),
+        ("/contexts", {"language": "bash", "timeout": 3}),
+        (f"/contexts/{context.id}/restart", {"timeout": 3}),
+    ):
+        answer = post(box, path, body, **token)
+        assert (answer.status_code, "unknown field 'timeout'" in answer.text) == (400, True)
+    known = {"code": "6 * 7", "context_id": context.id, "language": None, "env_vars": None}
+    assert '"text": "42"' in post(box, "/execute", known, **token).text

@@ -51,8 +51,8 @@ class Handler(tornado.web.RequestHandler):
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(text)
 
-    def body(self):
-        """The request's object, empty if there is none; None after a refusal."""
+    def body(self, *fields):
+        """The request's object, which has no other fields, empty if there is none; None after a refusal."""
         try:
             body = json.loads(self.request.body or b"{}")
         except ValueError as error:
@@ -60,6 +60,11 @@ class Handler(tornado.web.RequestHandler):
             return None
         if not isinstance(body, dict):
             self.refuse(400, "the body is not an object")
+            return None
+        unknown = next((name for name in body if name not in fields), None)
+        if unknown is not None:
+            expected = f"expected one of {', '.join(fields)}" if fields else "no field is expected here"
+            self.refuse(400, f"unknown field {unknown!r}, {expected}")
             return None
         return body
 
@@ -89,7 +94,7 @@ class Execute(Handler):
     sink = None
 
     async def post(self):
-        body = self.body()
+        body = self.body("code", "context_id", "language", "env_vars")
         if body is None:
             return
         code, identifier, language = (self.text(body, name) for name in ("code", "context_id", "language"))
@@ -130,7 +135,7 @@ class ContextList(Handler):
         self.finish_json([context.view() for context in self.contexts.list()])
 
     async def post(self):
-        body = self.body()
+        body = self.body("language", "cwd")
         if body is None:
             return
         try:
@@ -156,6 +161,8 @@ class One(Handler):
 
 class Restart(One):
     async def post(self, identifier):
+        if self.body() is None:
+            return
         context = self.context(identifier)
         if context is None:
             return
