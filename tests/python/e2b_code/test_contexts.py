@@ -48,6 +48,12 @@ def test_a_javascript_run_ends_behind_all_its_output(run):
     assert run(f"({{ async [Symbol.for('Jupyter.display')]() {{ {slow} }} }})", language="javascript").text == "late"
 
 
+def test_javascript_that_does_not_parse_is_an_error(run):
+    assert "does not parse" in run("1 +* 2", language="javascript").error.value
+    assert "does not parse" in run("let typed: number = ;", language="typescript").error.value
+    assert run("throw new Error('told')", language="javascript").error.value == "told"
+
+
 @pytest.mark.long
 def test_what_javascript_prints_at_once_may_be_large(run):
     for size in (100_000, 8_000_000):

@@ -56,15 +56,17 @@ async def relay(context, replies, sink):
     """Writes what the kernel says until it has said all, or is dead."""
     manager = context.manager
     was_starved = False
-    has_asked = False
+    has_asked = has_told_error = False
+    failure = None
     while True:
         while (message := replies.take()) is not None:
             event = results.event_of(message["header"]["msg_type"], message["content"])
             # The request that asks for the end is input too.
             if event is not None and not (has_asked and event["type"] == "number_of_executions"):
+                has_told_error |= event["type"] == "error"
                 await sink.write(event)
         if context.has_said_all(replies) or (has_asked and replies.has_failed):
-            await finish(sink)
+            await finish(sink, results.untold(failure) if failure and not has_told_error else None)
             return
         sink.check()
         if not replies.has_failed and await replies.wait(LOOK_SECONDS):
@@ -78,6 +80,7 @@ async def relay(context, replies, sink):
             return
         if replies.is_done and not has_asked:
             # Failed code leaves no mark, nor does code that has broken what would have sent it.
+            failure = replies.reply["content"] if replies.has_failed else None
             context.ask_for_end(replies)
             has_asked = True
             continue

@@ -37,6 +37,12 @@ def error(name, value, traceback=""):
     return {"type": "error", "name": name, "value": value, "traceback": traceback}
 
 
+def untold(reply):
+    """The line for code that failed without a word, as Deno's does if it was not even begun."""
+    cause = "the kernel does not say why; code that does not parse and packages that cannot be had end like this"
+    return error(reply.get("ename") or "Error", f"{reply.get('evalue') or 'failed'}: {cause}")
+
+
 def fields_of(bundle):
     """A bundle of representations by our names; those without one go into `extra`."""
     fields, extra = {}, {}
