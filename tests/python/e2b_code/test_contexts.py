@@ -122,7 +122,8 @@ def test_a_kernel_that_dies_is_reported_and_replaced(run, context):
 
 def test_a_kernel_that_died_between_two_runs_is_told_to_the_next_one(run, box, context):
     pid = run("import os\nlost = os.getpid(); lost", context=context).text
-    box.commands.run(f"kill -9 {pid}", user="root")
+    # It is gone once it is a zombie: what it had takes a while to free.
+    box.commands.run(f"kill -9 {pid}; while grep -qs '^State:.[^Z]' /proc/{pid}/status; do sleep 0.1; done", user="root")
     execution = run("ran = 1", context=context)
     assert execution.error.name == "KernelDied"
     assert "signal 9" in execution.error.value and "was not run" in execution.error.value
@@ -131,9 +132,11 @@ def test_a_kernel_that_died_between_two_runs_is_told_to_the_next_one(run, box, c
 
 def test_a_restart_ends_what_runs_in_a_context(run, box, context):
     ended = []
-    first = threading.Thread(target=lambda: ended.append(run("import time; print('in'); time.sleep(60)", context=context)))
+    began = threading.Event()
+    slow = "import time; print('in', flush=True); time.sleep(60)"
+    first = threading.Thread(target=lambda: ended.append(run(slow, context=context, on_stdout=lambda _: began.set())))
     first.start()
-    time.sleep(3)
+    assert began.wait(PATIENCE_S)
     box.restart_code_context(context)
     first.join()
     assert ended[0].error.name == "ContextEnded"
