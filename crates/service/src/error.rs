@@ -118,7 +118,10 @@ pub enum ServiceError {
         id: String,
     },
     /// Sandboxes or snapshots need the template.
-    #[error("template {} is in use by sandboxes or snapshots made from it", quoted(name))]
+    #[error(
+        "template {} is needed by sandboxes, snapshots or other templates made from it; delete those first",
+        quoted(name)
+    )]
     TemplateInUse {
         /// As asked for.
         name: String,

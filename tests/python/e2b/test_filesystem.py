@@ -77,7 +77,7 @@ def test_odd_names(box, place, name):
     assert not box.files.exists(path)
 
 
-@pytest.mark.parametrize("name", ["a b", "ü", "quote\"quote", "semi;colon"])
+@pytest.mark.parametrize("name", ["a b", "ü", "quote\"quote", "semi;colon", "back\\slash"])
 def test_odd_names_in_one_upload_of_several(box, place, name):
     infos = box.files.write_files([{"path": f"{place}/{name}", "data": "1"}, {"path": f"{place}/z", "data": "2"}])
     assert infos[0].path == f"{place}/{name}"

@@ -287,6 +287,23 @@ def test_snapshot(make):
     assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
 
 
+def test_a_snapshot_has_a_name_of_its_own(box):
+    for name, why in (("base", "409: .*'base' is a template's"), ("Bad Name!", "400: .*lower-case letters")):
+        with pytest.raises(Exception, match=why):
+            box.create_snapshot(name=name)
+
+
+def test_files_are_composed_also_into_one_of_them(box, edge):
+    box.files.write("one.txt", "1")
+    box.files.write("two.txt", "2")
+    body = {"source_paths": ["one.txt", "two.txt"], "destination": "./one.txt"}
+    headers = {"X-Access-Token": box._envd_access_token}
+    answer = edge.request("POST", box.get_host(49983), "/files/compose", headers=headers, json=body)
+    assert answer.json()["path"] == "/home/user/one.txt"
+    assert box.files.read("one.txt") == "12"
+    assert not box.files.exists("two.txt")
+
+
 def test_a_token_is_needed_inside(box, edge):
     host = box.get_host(49983)
     call = lambda headers: edge.request("POST", host, "/process.Process/List", headers=headers, json={}).status_code

@@ -364,9 +364,24 @@ def test_bad_requests_are_told_in_json(server, edge):
         ("GET", "/v2/sandboxes?template=a&template=b", None, 400, "there twice"),
         ("POST", "/v2/sandboxes", {"templateID": "x" * (2 << 20)}, 413, "1048576 bytes"),
         ("POST", "/v3/templates", {"name": "../up"}, 400, "step in a path"),
+        ("POST", "/v3/templates", {"name": "tags"}, 400, "take another"),
+        ("GET", "/v2/sandboxes?bogus=1", None, 400, "bogus"),
+        ("POST", "/v2/sandboxes", {"templateID": "base", "autoResume": {"enabled": True, "x": 1}}, 400, "`x`"),
         ("DELETE", "/templates/no-such", None, 404, "template 'no-such' not found"),
     ):
         answer = edge.api(method, path, key, json=body)
         told = answer.json()
         assert (answer.status_code, told["code"]) == (status, status), (path, told)
         assert word in told["message"], told
+
+
+def test_a_template_whose_build_failed_exists_until_it_is_deleted(server, edge):
+    from e2b.exceptions import BuildException
+
+    key, name = os.environ["E2B_API_KEY"], fresh()
+    with pytest.raises(BuildException):
+        Template.build(Template().from_template("base").run_cmd("false"), name)
+    assert Template.alias_exists(name)
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 204
+    assert not Template.alias_exists(name)
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 404

@@ -54,6 +54,22 @@ def test_javascript_that_does_not_parse_is_an_error(run):
     assert run("throw new Error('told')", language="javascript").error.value == "told"
 
 
+def test_what_javascript_writes_to_its_streams_is_output(run):
+    execution = run(
+        "process.stdout.write('é1\\n'); process.stderr.write('2\\n');"
+        "await Deno.stdout.write(new TextEncoder().encode('3\\n'))",
+        language="javascript",
+    )
+    assert (stdout(execution), "".join(execution.logs.stderr), execution.error) == ("é1\n3\n", "2\n", None)
+
+
+def test_bash_that_goes_on_behind_its_end_is_an_error(run):
+    assert run("kept=1", language="bash").error is None
+    for code in ("echo 'unterminated", "if true; then", "cat << END\nx", "echo $("):
+        assert run(code, language="bash").error.name == "SyntaxError", code
+    assert stdout(run("shopt -s extglob; echo $kept", language="bash")) == "1\n"
+
+
 @pytest.mark.long
 def test_what_javascript_prints_at_once_may_be_large(run):
     for size in (100_000, 8_000_000):
@@ -146,6 +162,7 @@ def test_a_restart_ends_what_runs_in_a_context(run, box, context):
 @pytest.mark.long
 def test_a_context_for_which_there_is_no_memory_is_refused():
     sandbox = Sandbox.create(timeout=1200)
+    assert sandbox.run_code("hog = b'x' * (1 << 30)", **PATIENT).error is None
     made = []
     with pytest.raises(Exception, match="memory are left") as refused:
         for _ in range(40):

@@ -16,8 +16,8 @@ use crate::{
 const USER: &str = "user";
 /// Machines of the base template: room for a build or a test run of ordinary size.
 const BASE_SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 512, disk_mib: 10 * 1024 };
-/// Room for kernels and for the data they hold.
-const CODE_SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 1024, disk_mib: 10 * 1024 };
+/// Room for kernels and for the data they hold; as much as E2B's. What is not used costs nothing.
+const CODE_SHAPE: MachineShape = MachineShape { vcpus: 2, memory_mib: 2048, disk_mib: 10 * 1024 };
 
 /// Where templates are made.
 pub(super) struct Workshop<'a> {

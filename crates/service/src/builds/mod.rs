@@ -209,6 +209,10 @@ impl Build {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn is_meant_by(&self, who: &Principal, name: &str) -> bool {
+        self.owner.workspace == who.workspace && (self.name == name || self.template.as_str() == name)
+    }
+
     fn set(&self, state: BuildState) {
         self.progress().state = Some(state);
     }
@@ -410,7 +414,7 @@ impl Service {
     /// Deletes a template that was built: by its name all builds of it, those under way included; by `name:tag` or an id
     /// that one. Refused, and nothing deleted, while sandboxes or snapshots need one of them.
     pub async fn delete_template(&self, who: &Principal, name: &str) -> Result<(), ServiceError> {
-        let was_being_built = self.cancel_builds(who, name).await;
+        let was_built = self.cancel_builds(who, name).await;
         let mut found = self.store().templates_built(&who.workspace, name).await.map_err(store_error)?;
         if found.is_empty() {
             match self.template_record(who, name).await {
@@ -418,7 +422,7 @@ impl Service {
                     return invalid("template", format!("{} is a template of the server and stays", quoted(name)));
                 }
                 Ok(record) => found.push(record),
-                Err(ServiceError::TemplateNotFound { .. }) if was_being_built => return Ok(()),
+                Err(ServiceError::TemplateNotFound { .. }) if was_built => return Ok(()),
                 Err(error) => return Err(error),
             }
         }
@@ -437,14 +441,17 @@ impl Service {
         Ok(())
     }
 
-    /// Ends builds of a name (or the one that makes a template) that are not over; whether there were any.
+    /// Whether something of this name is being built, or was and failed.
+    pub fn knows_builds_of(&self, who: &Principal, name: &str) -> bool {
+        let known = self.handle.core.builds.lock();
+        known.values().any(|build| build.is_meant_by(who, name) && !build.cancel.is_cancelled())
+    }
+
+    /// Ends builds of a name (or the one that makes a template); whether there were any that nobody had deleted yet.
     async fn cancel_builds(&self, who: &Principal, name: &str) -> bool {
-        let is_meant = |build: &Build| {
-            build.owner.workspace == who.workspace && (build.name == name || build.template.as_str() == name)
-        };
         let mut ended = Vec::new();
         self.handle.core.builds.lock().retain(|_, build| {
-            if !is_meant(build) || build.over.is_cancelled() {
+            if !build.is_meant_by(who, name) || build.cancel.is_cancelled() {
                 return true;
             }
             build.cancel.cancel();

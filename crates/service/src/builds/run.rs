@@ -282,8 +282,11 @@ impl Builder<'_> {
     async fn set_env(&mut self, pairs: &[(String, String)]) -> Result<(), String> {
         let mut known = guest::login_env(self.guest, &self.place).await?;
         for (name, value) in pairs {
-            if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-                return Err(format!("{} cannot be a variable's name, or its value has a NUL byte", quoted(name)));
+            if name.is_empty() || name.contains(['=', '\0']) {
+                return Err(format!("{} cannot be a variable's name", quoted(name)));
+            }
+            if value.contains('\0') {
+                return Err(format!("the value of {} has a NUL byte", quoted(name)));
             }
             let value = guest::expand(value, &known);
             known.insert(name.clone(), value.clone());

@@ -98,7 +98,7 @@ class Execute(Handler):
         if body is None:
             return
         code, identifier, language = (self.text(body, name) for name in ("code", "context_id", "language"))
-        env = body.get("env_vars") or {}
+        env = {} if body.get("env_vars") is None else body["env_vars"]
         if code is None:
             return self.refuse(400, "code is missing")
         if execution.HALF_A_PAIR.search(code):

@@ -70,7 +70,8 @@ class Context:
     async def start(self):
         """Starts the kernel; returns when it takes code."""
         if not os.path.isdir(self.cwd):
-            raise Unavailable(f"cwd '{self.cwd}' does not exist")
+            wrong = "is not a directory" if os.path.exists(self.cwd) else "does not exist"
+            raise Unavailable(f"cwd '{self.cwd}' {wrong}")
         left = memory.available_mib()
         if left < memory.KERNEL_NEEDS_MIB:
             raise Unavailable(

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 
-from . import memory, results
+from . import languages, memory, results
 from .contexts import Lost, Unavailable
 
 log = logging.getLogger("stockade_code")
@@ -29,6 +29,10 @@ async def run(context, code, run_env, sink, is_remembered=True):
         sink.check()
         async with Keepalive(sink):
             await context.ensure_alive()
+            missing = await languages.unfinished(context.language, code)
+            if missing is not None:
+                await finish(sink, results.error("SyntaxError", missing))
+                return
             beside, back = await context.prepare_env(run_env)
         context.oom_kills = memory.oom_kills()
         message = context.request(code, metadata=beside, is_remembered=is_remembered)

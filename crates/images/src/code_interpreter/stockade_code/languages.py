@@ -8,8 +8,11 @@ the other through a queue that is emptied message by message, and the answer tha
 that prints much, most comes after that. So the end of a run's output is marked in the queue itself.
 """
 
+import asyncio
 import json
+import os
 import shlex
+import subprocess
 
 ALIASES = {"": "python", "python3": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "shell": "bash"}
 
@@ -33,6 +36,22 @@ def canonical(language):
 def shared(language):
     """The language whose default context this one uses."""
     return "javascript" if language == "typescript" else language
+
+
+# What bash says of code that goes on behind its end, in which an interactive shell waits for more.
+UNFINISHED = ("unexpected end of file", "unexpected EOF", "delimited by end-of-file")
+
+
+async def unfinished(language, code):
+    """What is missing at the end of code that the kernel would wait for; None: nothing."""
+    if language != "bash":
+        return None
+    shell = await asyncio.create_subprocess_exec(
+        "bash", "-O", "extglob", "-n", stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"}
+    )
+    _, said = await shell.communicate(code.encode(errors="replace"))
+    lines = said.decode(errors="replace").splitlines()
+    return next((line.removeprefix("bash: ") for line in lines if any(words in line for words in UNFINISHED)), None)
 
 
 def takes_env_beside_code(language):
@@ -89,14 +108,24 @@ Object.defineProperty(Promise.prototype, Symbol.for("Jupyter.display"), {
     }
   };
   Object.defineProperty(globalThis, mark, { value: markEnd });
-  globalThis.console = new Console((text, level) => {
+  const print = (text, isError) => {
     for (let from = 0, to; from < text.length; from = to) {
       to = from + 65536;
       const isPairCut = (text.charCodeAt(to - 1) & 0xfc00) === 0xd800;
       if (isPairCut) to -= 1;
-      core.print(text.slice(from, to), level > 1);
+      core.print(text.slice(from, to), isError);
     }
-  });
+  };
+  globalThis.console = new Console((text, level) => print(text, level > 1));
+  // Node's process writes through these, which lead nowhere in a kernel.
+  for (const stream of [Deno.stdout, Deno.stderr]) {
+    const decoder = new TextDecoder();
+    stream.writeSync = (bytes) => {
+      print(decoder.decode(bytes, { stream: true }), stream === Deno.stderr);
+      return bytes.length;
+    };
+    stream.write = async (bytes) => stream.writeSync(bytes);
+  }
 })(Deno[Deno.internal], Deno.jupyter);
 undefined;
 """.replace("OUTPUT_END", OUTPUT_END)

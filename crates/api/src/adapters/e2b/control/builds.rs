@@ -34,6 +34,8 @@ const BASE_IMAGES: [&str; 2] = ["e2bdev/base", "e2bdev/base:latest"];
 const SDK_DEFAULT_CPUS: u32 = 2;
 const SDK_DEFAULT_MEMORY_MB: u64 = 1024;
 const MOST_LOG_LINES: usize = 100;
+/// What stands where a template's id does: `/templates/tags`.
+const RESERVED_NAMES: [&str; 2] = ["aliases", "tags"];
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -98,6 +100,11 @@ pub(super) async fn reserve(
     let text = request.name.as_deref().or(request.alias.as_deref());
     let text = text.ok_or_else(|| HttpError::bad_request("name is missing"))?;
     let (name, tag) = name_and_tag(text);
+    if RESERVED_NAMES.contains(&name.as_str()) {
+        return Err(HttpError::bad_request(format!(
+            "name '{name}' has a meaning of its own in this API; take another"
+        )));
+    }
     let mut tags: Vec<String> = request.tags.unwrap_or_default();
     tags.extend(tag.filter(|tag| !tags.contains(tag)));
     let build = state.service.reserve_build(&who, NewBuild { name, tags })?;
@@ -235,6 +242,15 @@ pub(super) fn full_name(text: &str) -> Result<String, HttpError> {
 impl Step {
     fn read(self, number: usize) -> Result<BuildStep, HttpError> {
         let bad = |problem: &str| HttpError::bad_request(format!("step {number} ({}): {problem}", self.kind));
+        let most = match self.kind.as_str() {
+            "RUN" | "USER" => 2,
+            "COPY" | "ADD" => 4,
+            "WORKDIR" => 1,
+            _ => usize::MAX,
+        };
+        if self.args.len() > most {
+            return Err(bad(&format!("has {} arguments; {most} at most have a meaning", self.args.len())));
+        }
         let argument = |index: usize| self.args.get(index).filter(|text| !text.is_empty()).cloned();
         let needed = |index: usize, what: &str| argument(index).ok_or_else(|| bad(&format!("{what} is missing")));
         let action = match self.kind.as_str() {
@@ -349,11 +365,14 @@ fn step(place: BuildPlace) -> String {
 pub(super) async fn status(
     State(state): State<AppState>,
     Extension(who): Extension<Principal>,
-    Path((_, build)): Path<(String, String)>,
+    Path((template, build)): Path<(String, String)>,
     Query(query): Query<StatusQuery>,
 ) -> JsonResult<StatusReply> {
     let limit = query.limit.unwrap_or(MOST_LOG_LINES).min(MOST_LOG_LINES);
     let view = state.service.build(&who, &build, query.logs_offset, limit).await?;
+    if name_and_tag(&template).0 != view.name && template != view.template.as_str() {
+        return Err(ServiceError::BuildNotFound { id: build }.into());
+    }
     let least = match query.level.as_deref() {
         None | Some("debug" | "info") => LogLevel::Info,
         Some("warn") => LogLevel::Warn,
@@ -476,6 +495,7 @@ mod tests {
             (r#"{"fromTemplate":"base","steps":[{"type":"RUN","args":[]}]}"#, "step 1 (RUN): the command is missing"),
             (r#"{"fromTemplate":"base","steps":[{"type":"COPY","args":["a","b"]}]}"#, "filesHash"),
             (r#"{"fromTemplate":"base","cache":true}"#, "cache"),
+            (r#"{"fromTemplate":"base","steps":[{"type":"WORKDIR","args":["/a","/b"]}]}"#, "has 2 arguments"),
             (r#"{"fromTemplate":"base","fromImageRegistry":{"type":"registry"}}"#, "fromImageRegistry"),
             (r#"{"fromTemplate":"base","steps":[{"type":"RUN","args":["true"],"shell":"sh"}]}"#, "shell"),
             (r"{}", "fromTemplate"),

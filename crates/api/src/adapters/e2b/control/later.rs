@@ -7,7 +7,9 @@ pub(super) fn area(path: &str) -> Option<HttpError> {
     let mut parts = path.split('/').filter(|part| !part.is_empty() && !matches!(*part, "v1" | "v2" | "v3"));
     let what = match parts.next()? {
         "volumes" | "volumecontent" => "volumes",
-        "templates" => "this way of changing templates",
+        "templates" => {
+            "publishing templates and changing them in other ways than by a build (each template is its workspace's)"
+        }
         "teams" | "api-keys" | "access-tokens" => "managing teams and keys through E2B's API",
         _ => return None,
     };

@@ -18,7 +18,7 @@ const RUNNING: [SandboxState; 2] = [SandboxState::Running, SandboxState::Resumin
 const PAUSED: [SandboxState; 3] = [SandboxState::Pausing, SandboxState::Paused, SandboxState::Stopped];
 
 #[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct ListQuery {
     metadata: Option<String>,
     state: Option<String>,
@@ -57,7 +57,9 @@ impl ListQuery {
             Some(other) => return Err(bad(format!("order '{}' is neither asc nor desc", shortened(other)))),
         };
         let started_after = self.started_after.map(|text| text.parse::<Timestamp>());
-        let started_after = started_after.transpose().map_err(|error| bad(format!("startedAfter: {error}")))?;
+        let started_after = started_after
+            .transpose()
+            .map_err(|error| bad(format!("startedAfter is no time such as 2026-01-31T12:00:00Z: {error}")))?;
         if let Some(template) = self.template.as_deref().filter(|template| template.contains(':')) {
             return Err(bad(format!("template '{}' has a tag; filter by its name or id", shortened(template))));
         }

@@ -54,12 +54,28 @@ impl From<SandboxEvent> for Entry {
         }
         let mut level = Level::Info;
         if let Some(ending) = ending {
-            message.push_str(&format!(": {}", ending.detail));
+            let why = if ending.detail.is_empty() { words(&ending.cause) } else { &ending.detail };
+            message.push_str(&format!(": {why}"));
             if is_fault(&ending.cause) {
                 level = Level::Error;
             }
         }
         Self { timestamp: at, message, level, fields }
+    }
+}
+
+/// An end about which there is no more to say.
+fn words(cause: &EndCause) -> &'static str {
+    match cause {
+        EndCause::Killed { .. } => "it was ended on request",
+        EndCause::Expired => "its time was up",
+        EndCause::Idle => "it was not used for as long as its rules say",
+        EndCause::Promoted { .. } => "a copy took its place",
+        EndCause::GuestEnded => "its guest powered off",
+        EndCause::OutOfMemory => "the host ran out of memory",
+        EndCause::Crashed => "its machine failed",
+        EndCause::HostLost => "its host was lost",
+        EndCause::CreateFailed => "it could not be made",
     }
 }
 
@@ -122,6 +138,7 @@ async fn entries(state: &AppState, who: &Principal, id: &str) -> Result<Vec<Entr
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct FirstQuery {
     /// Milliseconds since the epoch.
     start: Option<i64>,
@@ -165,6 +182,7 @@ pub(super) async fn first(
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct SecondQuery {
     /// Milliseconds since the epoch.
     cursor: Option<i64>,

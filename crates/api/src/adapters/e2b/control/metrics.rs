@@ -14,6 +14,7 @@ use super::{super::error::HttpError, JsonResult, Query, sandbox_id};
 use crate::AppState;
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Window {
     /// Seconds since the epoch.
     start: Option<i64>,
@@ -76,6 +77,7 @@ pub(super) async fn one(
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Many {
     sandbox_ids: String,
 }

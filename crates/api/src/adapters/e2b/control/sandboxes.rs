@@ -59,6 +59,7 @@ pub(super) struct NewSandbox {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct AutoResume {
     enabled: bool,
 }
@@ -357,6 +358,7 @@ pub(super) async fn kill(
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Timeout {
     timeout: i64,
 }
@@ -396,6 +398,7 @@ async fn expire(state: &AppState, who: &Principal, id: &SandboxId) -> Result<(),
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Refresh {
     duration: Option<u64>,
 }

@@ -111,7 +111,7 @@ pub(super) async fn remove(
 }
 
 #[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct ListQuery {
     limit: Option<u32>,
     next_token: Option<String>,

@@ -8,8 +8,8 @@ use axum::{
 };
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use stockade_model::{Snapshot, shortened};
-use stockade_service::{Principal, SnapshotFilter, SnapshotRequest, SnapshotScope};
+use stockade_model::{Snapshot, TEMPLATE_NAME, shortened};
+use stockade_service::{Principal, ServiceError, SnapshotFilter, SnapshotRequest, SnapshotScope};
 
 use super::{super::error::HttpError, Body, Query, paging, sandbox_id, sandboxes::template_name};
 use crate::AppState;
@@ -42,7 +42,10 @@ pub(super) async fn create(
     Body(NewSnapshot { name, memory }): Body<NewSnapshot>,
 ) -> Result<(StatusCode, Json<SnapshotInfo>), HttpError> {
     let request = SnapshotRequest {
-        name: name.as_deref().map(plain_name).transpose()?,
+        name: match name {
+            Some(name) => Some(free_name(&state, &who, &name).await?),
+            None => None,
+        },
         labels: std::collections::BTreeMap::new(),
         scope: if memory.unwrap_or(true) { SnapshotScope::MemoryAndDisk } else { SnapshotScope::DiskOnly },
         expires_after: None,
@@ -62,6 +65,20 @@ pub(super) async fn expect_unused(state: &AppState, who: &Principal, snapshot: &
     }
 }
 
+/// A new snapshot's name: one that no template has, which create would find first.
+async fn free_name(state: &AppState, who: &Principal, text: &str) -> Result<String, HttpError> {
+    let name = plain_name(text)?;
+    TEMPLATE_NAME.check(&name).map_err(|bad| HttpError::bad_request(format!("name {bad}")))?;
+    match state.service.template(who, &name).await {
+        Err(ServiceError::TemplateNotFound { .. }) => Ok(name),
+        Ok(_) => {
+            let message = format!("name '{name}' is a template's; take another");
+            Err(HttpError::new(StatusCode::CONFLICT, message))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// A name as create will look for it.
 fn plain_name(text: &str) -> Result<String, HttpError> {
     template_name(text).map_err(|_| {
@@ -74,7 +91,7 @@ fn plain_name(text: &str) -> Result<String, HttpError> {
 }
 
 #[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct ListQuery {
     #[serde(rename = "sandboxID")]
     sandbox_id: Option<String>,

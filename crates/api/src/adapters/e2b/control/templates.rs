@@ -156,6 +156,10 @@ pub(super) async fn alias(
     match of_any_tag(&state, &who, &full_name(&alias)?).await {
         Ok(template) => Ok(Json(AliasReply { template_id: template.name, public: template.workspace.is_none() })),
         Err(ServiceError::TemplateNotFound { .. }) => {
+            let name = full_name(&alias)?;
+            if state.service.knows_builds_of(&who, &name) {
+                return Ok(Json(AliasReply { template_id: name, public: false }));
+            }
             Err(HttpError::new(StatusCode::NOT_FOUND, format!("template alias '{}' not found", shortened(&alias))))
         }
         Err(error) => Err(error.into()),

@@ -201,7 +201,13 @@ pub(super) async fn compose(
         WriteFile { path: request.destination.clone(), user: user.clone(), atomic: true, ..WriteFile::default() };
     let written = entered.guest.write_file(&write, joined).await;
     let entry = written.map_err(|error| asked(&user, &request.destination).http_error(error))?;
+    // One that is the destination, however it is spelled, is what was asked for.
     for path in request.source_paths {
+        let source = wire::PathRequest { path: path.clone(), user: user.clone() };
+        let there = entered.guest.stat(&source).await;
+        if there.is_ok_and(|there| there.path == entry.path) {
+            continue;
+        }
         let remove = wire::RemoveRequest { path: path.clone(), user: user.clone(), recursive: false, missing_ok: true };
         entered.guest.remove(&remove).await.map_err(|error| asked(&user, &path).http_error(error))?;
     }

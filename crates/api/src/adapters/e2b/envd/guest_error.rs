@@ -52,6 +52,9 @@ impl Asked<'_> {
     fn message(self, body: ErrorBody) -> String {
         match (body.code, self) {
             (ErrorCode::UnknownUser, Self { user: Some(user), .. }) => format!("invalid username: '{user}'"),
+            (ErrorCode::BadCwd, Self { cwd: Some(cwd), .. }) if body.message.ends_with("is not a directory") => {
+                format!("cwd '{cwd}' is not a directory")
+            }
             (ErrorCode::BadCwd, Self { cwd: Some(cwd), .. }) => format!("cwd '{cwd}' does not exist"),
             (ErrorCode::NotFound, Self { path: Some(path), .. }) => format!("path '{path}' does not exist"),
             (ErrorCode::IsADirectory, Self { path: Some(path), .. }) => format!("path '{path}' is a directory"),
@@ -102,6 +105,9 @@ mod tests {
         assert_eq!(user, ConnectError::new(Code::Unauthenticated, "invalid username: 'nobody2'"));
         let cwd = asked.connect_error(ErrorBody::new(ErrorCode::BadCwd, "nope").into());
         assert_eq!(cwd, ConnectError::new(Code::InvalidArgument, "cwd '/none' does not exist"));
+        let file = ErrorBody::new(ErrorCode::BadCwd, "cwd '/x/none' is not a directory");
+        let file = asked.connect_error(file.into());
+        assert_eq!(file, ConnectError::new(Code::InvalidArgument, "cwd '/none' is not a directory"));
     }
 
     #[test]

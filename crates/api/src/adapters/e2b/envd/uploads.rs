@@ -163,9 +163,10 @@ async fn write_part(upload: &Upload, path: String, mut part: multer::Field<'stat
     tokio::join!(upload.write(path, Box::pin(body)), forward).0
 }
 
-/// Undoes what HTML5 form encoding does to a file name: quote, carriage return and line feed.
+/// Undoes what clients do to a file name: HTML5 form encoding (quote, carriage return and line feed), and the older way of
+/// a backslash before another.
 fn unescape_file_name(name: &str) -> String {
-    name.replace("%22", "\"").replace("%0D", "\r").replace("%0A", "\n")
+    name.replace("%22", "\"").replace("%0D", "\r").replace("%0A", "\n").replace("\\\\", "\\")
 }
 
 /// The `X-Metadata-<key>` headers, checked.
