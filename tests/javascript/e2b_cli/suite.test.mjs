@@ -97,7 +97,7 @@ test("a template's files, made anew and of an older form", async () => {
 test("templates are nobody's to publish", async () => {
   for (const way of ["publish", "unpublish"]) {
     await assert.rejects(e2b("template", way, "base", "--yes"), (error) => {
-      assert.match(error.stderr, /this way of changing templates: not supported/);
+      assert.match(error.stderr, /publishing templates and changing them .* not supported/);
       return error.code === 1;
     });
   }

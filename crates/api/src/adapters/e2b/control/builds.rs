@@ -196,6 +196,8 @@ struct Step {
     _force_upload: Option<IgnoredAny>,
     #[serde(rename = "resolveSymlinks")]
     _resolve_symlinks: Option<IgnoredAny>,
+    #[serde(rename = "gzip")]
+    _gzip: Option<IgnoredAny>,
 }
 
 impl Start {
@@ -475,7 +477,8 @@ mod tests {
         let plan = plan(
             r#"{"fromImage":"e2bdev/base","force":false,"startCmd":"sleep 1","readyCmd":"true","steps":[
                 {"type":"RUN","args":["echo 1","root"],"force":true},
-                {"type":"COPY","args":["a","/b","","0644"],"filesHash":"00","forceUpload":true,"force":false},
+                {"type":"COPY","args":["a","/b","","0644"],"filesHash":"00","forceUpload":true,
+                "resolveSymlinks":false,"gzip":true,"force":false},
                 {"type":"ENV","args":["A","1","B","2"]},{"type":"WORKDIR","args":["/w"]},{"type":"USER","args":["u"]}]}"#,
         );
         let plan = plan.unwrap_or_else(|error| panic!("{}", error.message));
