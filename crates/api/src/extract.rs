@@ -106,12 +106,17 @@ fn is_json(text: &[u8]) -> bool {
 
 fn json_error(path: &str, error: &serde_json::Error, is_json: bool) -> ApiError {
     let place = format!("at line {} column {}", error.line(), error.column());
-    let field = if is_plain_path(path) { format!("{path}: ") } else { String::new() };
+    let field = shown_field(path);
     if error.classify() != serde_json::error::Category::Data && !is_json {
         let code = "malformed_json";
         return ApiError::new(StatusCode::BAD_REQUEST, code, format!("{field}the body is not valid JSON {place}"));
     }
     ApiError::invalid(format!("{field}{} {place}", harmless(&error.to_string())))
+}
+
+/// The field an error is about, if it may be repeated, before the error's words.
+fn shown_field(path: &str) -> String {
+    if is_plain_path(path) { format!("{path}: ") } else { String::new() }
 }
 
 /// A path of our own field names, indices and short plain keys.
@@ -199,8 +204,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
             serde::de::value::MapDeserializer::new(pairs.into_iter().map(|(name, text)| (name, Text(text))));
         serde_path_to_error::deserialize(deserializer).map(Self).map_err(
             |error: serde_path_to_error::Error<serde::de::value::Error>| {
-                let path = error.path().to_string();
-                let field = if is_plain_path(&path) { format!("{path}: ") } else { String::new() };
+                let field = shown_field(&error.path().to_string());
                 ApiError::invalid(format!("query: {field}{}", harmless(&error.inner().to_string())))
             },
         )

@@ -56,7 +56,7 @@ pub struct ServiceConfig {
     /// Where guests get out; `None`: nowhere.
     pub network: Option<NetworkConfig>,
     /// Small files in every guest, by path, for programs that look for their sandbox there; [`ServiceConfig::SANDBOX`]
-    /// and [`ServiceConfig::TEMPLATE`] in a text stand for what they are made of.
+    /// and [`ServiceConfig::TEMPLATE`] in a text stand for the sandbox's id and the template's name.
     pub guest_files: BTreeMap<String, String>,
     /// The wall clock.
     pub clock: Arc<dyn Clock>,
@@ -67,7 +67,7 @@ impl ServiceConfig {
     pub const DEFAULT_LIFETIME: Duration = Duration::from_secs(300);
     /// The sandbox's id in `guest_files`.
     pub const SANDBOX: &str = "{sandbox}";
-    /// The template's name there.
+    /// The template's name.
     pub const TEMPLATE: &str = "{template}";
 
     /// The defaults; state is kept beside the store's database.

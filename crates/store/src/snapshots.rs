@@ -40,7 +40,7 @@ pub enum SnapshotPurpose {
 }
 
 impl SnapshotPurpose {
-    fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Kept => "kept",
             Self::Template => "template",

@@ -5,7 +5,7 @@ use sqlx::sqlite::SqliteRow;
 use stockade_model::{SnapshotId, Template, TemplateId, TemplateState, WorkspaceId};
 
 use crate::{
-    Store, StoreError,
+    SnapshotPurpose, Store, StoreError,
     open::{BEGIN, to_the_end},
     rows::{get, id, instant, json, millis, optional_id, shape, signed, to_json},
 };
@@ -283,7 +283,7 @@ impl Store {
     }
 
     /// Forgets templates, before their files are removed; all of them, or (false) none, as snapshots or living
-    /// sandboxes need one. Repeatable.
+    /// sandboxes need one. What builds have kept of their steps does not count. Repeatable.
     ///
     /// # Errors
     /// The database fails.
@@ -294,10 +294,11 @@ impl Store {
             let mut tx = store.write.begin_with(BEGIN).await.map_err(fail())?;
             for id in &ids {
                 let needed: bool = sqlx::query_scalar(
-                    "SELECT EXISTS (SELECT 1 FROM snapshots WHERE template = ?1 AND state <> 'deleting')
+                    "SELECT EXISTS (SELECT 1 FROM snapshots WHERE template = ?1 AND state <> 'deleting' AND purpose <> ?2)
                          OR EXISTS (SELECT 1 FROM sandboxes WHERE template = ?1 AND state NOT IN ('failed', 'gone'))",
                 )
                 .bind(id.as_str())
+                .bind(SnapshotPurpose::Step.as_str())
                 .fetch_one(&mut *tx)
                 .await
                 .map_err(fail())?;

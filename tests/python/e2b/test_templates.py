@@ -385,3 +385,11 @@ def test_a_template_whose_build_failed_exists_until_it_is_deleted(server, edge):
     assert edge.api("DELETE", f"/templates/{name}", key).status_code == 204
     assert not Template.alias_exists(name)
     assert edge.api("DELETE", f"/templates/{name}", key).status_code == 404
+
+
+def test_a_template_is_gone_with_the_last_of_its_tagged_builds(server, edge):
+    key, name = os.environ["E2B_API_KEY"], fresh()
+    Template.build(Template().from_template("base").run_cmd("true"), f"{name}:v1")
+    assert edge.api("DELETE", f"/templates/{name}:v1", key).status_code == 204
+    assert not Template.alias_exists(name)
+    assert edge.api("DELETE", f"/templates/{name}", key).status_code == 404

@@ -20,7 +20,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use stockade_model::{Secret, TEMPLATE_NAME, TEMPLATE_TAG, Template, TemplateId, WorkspaceId, quoted};
+use stockade_model::{Secret, SnapshotId, TEMPLATE_NAME, TEMPLATE_TAG, Template, TemplateId, WorkspaceId, quoted};
 use stockade_store::{DEFAULT_TAG, TemplateTag};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
@@ -412,7 +412,7 @@ impl Service {
     }
 
     /// Deletes a template that was built: by its name all builds of it, those under way included; by `name:tag` or an id
-    /// that one. Refused, and nothing deleted, while sandboxes or snapshots need one of them.
+    /// that one. Refused while sandboxes or snapshots need one of them: then only what is under way has ended.
     pub async fn delete_template(&self, who: &Principal, name: &str) -> Result<(), ServiceError> {
         let was_built = self.cancel_builds(who, name).await;
         let mut found = self.store().templates_built(&who.workspace, name).await.map_err(store_error)?;
@@ -427,15 +427,17 @@ impl Service {
             }
         }
         let ids: Vec<TemplateId> = found.iter().map(|record| record.template.id.clone()).collect();
-        for id in &ids {
-            self.forget_steps_on(id).await?;
-        }
         if !self.store().remove_templates(&ids).await.map_err(store_error)? {
             return Err(ServiceError::TemplateInUse { name: name.to_owned() });
         }
-        for built in found.into_iter().filter_map(|record| record.built) {
-            if self.store().begin_snapshot_delete(&built.snapshot).await.map_err(store_error)? {
-                self.handle.core.remove_snapshot_soon(built.snapshot);
+        let mut snapshots: Vec<SnapshotId> =
+            found.into_iter().filter_map(|record| Some(record.built?.snapshot)).collect();
+        for id in &ids {
+            snapshots.extend(self.store().steps_on(id).await.map_err(store_error)?);
+        }
+        for snapshot in snapshots {
+            if self.store().begin_snapshot_delete(&snapshot).await.map_err(store_error)? {
+                self.handle.core.remove_snapshot_soon(snapshot);
             }
         }
         Ok(())
@@ -444,10 +446,12 @@ impl Service {
     /// Whether something of this name is being built, or was and failed.
     pub fn knows_builds_of(&self, who: &Principal, name: &str) -> bool {
         let known = self.handle.core.builds.lock();
-        known.values().any(|build| build.is_meant_by(who, name) && !build.cancel.is_cancelled())
+        let is_one = |build: &Arc<Build>| build.is_meant_by(who, name) && build.state() != BuildState::Ready;
+        known.values().any(|build| is_one(build) && !build.cancel.is_cancelled())
     }
 
-    /// Ends builds of a name (or the one that makes a template); whether there were any that nobody had deleted yet.
+    /// Ends builds of a name (or the one that makes a template); whether there were any that nobody had deleted yet and
+    /// that have made no template.
     async fn cancel_builds(&self, who: &Principal, name: &str) -> bool {
         let mut ended = Vec::new();
         self.handle.core.builds.lock().retain(|_, build| {
@@ -464,18 +468,7 @@ impl Service {
                 build.over.cancelled().await;
             }
         }
-        !ended.is_empty()
-    }
-
-    /// What builds have kept to save time is no reason to keep a template.
-    async fn forget_steps_on(&self, template: &TemplateId) -> Result<(), ServiceError> {
-        let core = &self.handle.core;
-        for step in self.store().steps_on(template).await.map_err(store_error)? {
-            if !core.dirs.is_leased(&step) && core.store().begin_snapshot_delete(&step).await.map_err(store_error)? {
-                core.remove_snapshot(&step).await?;
-            }
-        }
-        Ok(())
+        ended.iter().any(|build| build.state() != BuildState::Ready)
     }
 
     /// Where an upload is, if it is there.
