@@ -110,6 +110,7 @@ fn staged(index: usize) -> String {
 
 /// What the child does before it becomes bubblewrap: system calls only, everything is allocated here.
 struct Preparation {
+    server: libc::pid_t,
     /// Source, its staged name, whether it is a directory. Empty unless the server is root.
     staging: Vec<(CString, CString, bool)>,
     as_root: bool,
@@ -131,6 +132,7 @@ impl Preparation {
         let mut inherited = jail.inherited.clone();
         inherited.push(jail.info);
         Ok(Self {
+            server: nix::unistd::getpid().as_raw(),
             staging,
             as_root,
             kvm: if jail.with_kvm && as_root { Some(c_string(&Path::new(STAGE).join("kvm"))?) } else { None },
@@ -145,9 +147,12 @@ impl Preparation {
     }
 
     fn run(&self) -> io::Result<()> {
+        self.end_with_server()?;
         if self.as_root {
             self.stage()?;
             self.become_nobody()?;
+            // A change of user forgets it.
+            self.end_with_server()?;
         }
         for (resource, value) in self.limits {
             let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
@@ -161,6 +166,20 @@ impl Preparation {
             check(libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) as isize)?;
             for fd in &self.inherited {
                 check(libc::fcntl(*fd, libc::F_SETFD, 0) as isize)?;
+            }
+            // From here on it has the machine's name among its arguments, and outlives the server.
+            check(libc::prctl(libc::PR_SET_PDEATHSIG, 0) as isize)
+        }
+    }
+
+    /// Until it is bubblewrap, this process looks like the server: no sweep would find it if the server died.
+    /// The thread that forked waits for the end of all this, so its end is the server's.
+    fn end_with_server(&self) -> io::Result<()> {
+        // SAFETY: system calls on numbers only.
+        unsafe {
+            check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) as isize)?;
+            if libc::getppid() != self.server {
+                libc::_exit(1);
             }
         }
         Ok(())

@@ -264,8 +264,8 @@ impl Engine for QemuEngine {
     async fn sweep(&self, keep: &BTreeSet<MachineId>) -> Result<Vec<MachineId>, EngineError> {
         let mut removed = Vec::new();
         let mut first_error = None;
-        for (id, remains) in remains::find(&self.host, keep)? {
-            match remains.remove().await {
+        for (id, mut remains) in remains::find(&self.host, keep)? {
+            match remains.remove_half_started(&self.host.name_of(&id)).await {
                 Ok(()) => removed.push(id),
                 Err(error) => {
                     tracing::warn!(machine = %id, %error, "cannot remove what is left of a machine");

@@ -51,6 +51,19 @@ impl Remains {
         self.directory.remove().map_err(EngineError::host(format!("remove {:?}", self.directory)))
     }
 
+    /// As `remove`, and what its processes may still be making: its jail's process makes the emulator's.
+    /// For a machine that nobody saw start whole. Reads the arguments of all processes of the host.
+    pub(crate) async fn remove_half_started(&mut self, name: &str) -> Result<(), EngineError> {
+        loop {
+            let processes = named_processes(name).map_err(EngineError::host("list processes"))?;
+            if processes.is_empty() {
+                return self.remove().await;
+            }
+            self.processes.extend(processes.into_iter().map(|(_, process)| process));
+            self.end_processes().await.map_err(EngineError::host("end the machine's processes"))?;
+        }
+    }
+
     async fn end_processes(&self) -> io::Result<()> {
         let mut ending = Vec::new();
         for process in &self.processes {
@@ -95,7 +108,7 @@ impl Undo {
     /// Removes it now.
     pub(crate) async fn run(mut self) {
         if let Some(remains) = &mut self.remains
-            && let Err(error) = remove_all(remains, &self.name).await
+            && let Err(error) = remains.remove_half_started(&self.name).await
         {
             tracing::warn!(%error, "a failed start left something behind; the next sweep removes it");
         }
@@ -110,18 +123,6 @@ impl Drop for Undo {
             let undo = Self { remains: Some(remains), name: std::mem::take(&mut self.name) };
             runtime.spawn(undo.run());
         }
-    }
-}
-
-/// The jail's process may still be making the emulator's: repeated until nothing of that name is found.
-async fn remove_all(remains: &mut Remains, name: &str) -> Result<(), EngineError> {
-    loop {
-        let processes = named_processes(name).map_err(EngineError::host("list processes"))?;
-        if processes.is_empty() {
-            return remains.remove().await;
-        }
-        remains.processes.extend(processes.into_iter().map(|(_, process)| process));
-        remains.end_processes().await.map_err(EngineError::host("end the machine's processes"))?;
     }
 }
 

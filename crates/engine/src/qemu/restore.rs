@@ -406,18 +406,18 @@ pub(crate) async fn adopt(host: &Arc<Host>, machine: &MachineId) -> Result<Optio
     let read = directory.read_record();
     let Ok(Some(mut record)) = read else {
         // No record or one that cannot be read: nothing that could be controlled.
-        let keep = super::remains::find(host, &std::collections::BTreeSet::new())?;
-        if let Some(remains) = keep.get(machine) {
-            remains.remove().await?;
+        let mut found = super::remains::find(host, &std::collections::BTreeSet::new())?;
+        if let Some(remains) = found.get_mut(machine) {
+            remains.remove_half_started(&host.name_of(machine)).await?;
         }
         return Ok(None);
     };
-    let remains = Remains::of_record(directory.clone(), &record, &host.boot_id);
+    let mut remains = Remains::of_record(directory.clone(), &record, &host.boot_id);
     let alive = record
         .processes
         .filter(|processes| record.is_complete && record.boot_id == host.boot_id && processes.emulator.is_alive());
     let Some(processes) = alive else {
-        remains.remove().await?;
+        remains.remove_half_started(&host.name_of(machine)).await?;
         return Ok(None);
     };
     let open = async {
