@@ -48,6 +48,37 @@ def test_a_javascript_run_ends_behind_all_its_output(run):
     assert run(f"({{ async [Symbol.for('Jupyter.display')]() {{ {slow} }} }})", language="javascript").text == "late"
 
 
+def test_many_lines_of_javascript_come_in_order_and_together(run):
+    lines = 5000
+    shown = "Deno.jupyter.display({ [Symbol.for('Jupyter.display')]: () => ({ 'text/plain': 'shown' }) })"
+    events = []
+    execution = run(
+        f"for (let i = 0; i < {lines}; i++) console.log(i); await {shown}; console.error('after'); console.log('end');",
+        language="javascript",
+        on_stdout=lambda message: events.append(message.line),
+        on_stderr=lambda message: events.append(message.line),
+        on_result=lambda result: events.append(result.text),
+    )
+    assert "".join(events) == "".join(f"{i}\n" for i in range(lines)) + "shownafter\nend\n"
+    assert len(execution.logs.stdout) < lines / 2
+
+
+def test_javascript_errors_that_nobody_catches_are_told(run):
+    rest = "await new Promise((done) => setTimeout(done, 300)); 'went on'"
+    for code, told in (
+        ("setTimeout(() => { throw new TypeError('in a timer') }, 1);", "Uncaught TypeError: in a timer\n"),
+        ("setTimeout(() => { throw { odd: 1 } }, 1);", "Uncaught { odd: 1 }\n"),
+        ("Promise.reject(new RangeError('in a promise'));", "Uncaught (in promise) RangeError: in a promise\n"),
+        ("Promise.reject();", "Uncaught (in promise) undefined\n"),
+    ):
+        execution = run(f"{code} {rest}", language="javascript")
+        assert "".join(execution.logs.stderr).startswith(told), code
+        assert (execution.text, execution.error) == ("went on", None)
+    # One that comes between runs has nobody to be told to, and costs the next run nothing.
+    run("setTimeout(() => { throw new Error('late') }, 1); undefined", language="javascript")
+    assert run("'next'", language="javascript").text == "next"
+
+
 def test_javascript_that_does_not_parse_is_an_error(run):
     assert "does not parse" in run("1 +* 2", language="javascript").error.value
     assert "does not parse" in run("let typed: number = ;", language="typescript").error.value

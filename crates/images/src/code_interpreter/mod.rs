@@ -41,6 +41,7 @@ const FILES: &[(&str, &str)] = &[
     ("stockade_code/__main__.py", include_str!("stockade_code/__main__.py")),
     ("stockade_code/charts.py", include_str!("stockade_code/charts.py")),
     ("stockade_code/contexts.py", include_str!("stockade_code/contexts.py")),
+    ("stockade_code/deno.js", include_str!("stockade_code/deno.js")),
     ("stockade_code/execution.py", include_str!("stockade_code/execution.py")),
     ("stockade_code/identity.py", include_str!("stockade_code/identity.py")),
     ("stockade_code/kernel.py", include_str!("stockade_code/kernel.py")),

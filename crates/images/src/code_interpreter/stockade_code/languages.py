@@ -11,6 +11,7 @@ that prints much, most comes after that. So the end of a run's output is marked 
 import asyncio
 import json
 import os
+import pathlib
 import shlex
 import subprocess
 
@@ -64,7 +65,7 @@ def heeds_interrupts(language):
     return KERNELS.get(language) != "deno"
 
 
-# The type of the message behind the last output of a run. It holds the run's number.
+# The type of the message behind the last output of a run, as in deno.js. It holds the run's number.
 OUTPUT_END = "stockade_output_end"
 
 
@@ -82,53 +83,7 @@ def setup(language):
     """Code to run once in a new kernel; None: none is needed."""
     if KERNELS.get(language) != "deno":
         return None
-    # A promise left as the value of a cell is awaited before it is shown. After the value of a cell, which may be undefined,
-    # comes the mark; a cell that fails has no value. What is printed goes in pieces: a message that does not fit into a
-    # socket at once gets the kernel's next one in its middle, and the connection is lost.
-    return """
-Object.defineProperty(Promise.prototype, Symbol.for("Jupyter.display"), {
-  configurable: true,
-  async value() {
-    const value = await this;
-    const own = value?.[Symbol.for("Jupyter.display")];
-    if (typeof own === "function") return await own.call(value);
-    if (value === undefined) return {};
-    return { "text/plain": typeof value === "string" ? value : Deno.inspect(value, { colors: false }) };
-  },
-});
-(({ Console, core, jupyter }, { broadcast }) => {
-  const mark = Symbol.for("OUTPUT_END");
-  const markEnd = (execution_count) => broadcast(mark.description, { execution_count });
-  const show = jupyter.broadcastResult;
-  jupyter.broadcastResult = async (execution_count, value) => {
-    try {
-      await show(execution_count, value);
-    } finally {
-      markEnd(execution_count);
-    }
-  };
-  Object.defineProperty(globalThis, mark, { value: markEnd });
-  const print = (text, isError) => {
-    for (let from = 0, to; from < text.length; from = to) {
-      to = from + 65536;
-      const isPairCut = (text.charCodeAt(to - 1) & 0xfc00) === 0xd800;
-      if (isPairCut) to -= 1;
-      core.print(text.slice(from, to), isError);
-    }
-  };
-  globalThis.console = new Console((text, level) => print(text, level > 1));
-  // Node's process writes through these, which lead nowhere in a kernel.
-  for (const stream of [Deno.stdout, Deno.stderr]) {
-    const decoder = new TextDecoder();
-    stream.writeSync = (bytes) => {
-      print(decoder.decode(bytes, { stream: true }), stream === Deno.stderr);
-      return bytes.length;
-    };
-    stream.write = async (bytes) => stream.writeSync(bytes);
-  }
-})(Deno[Deno.internal], Deno.jupyter);
-undefined;
-""".replace("OUTPUT_END", OUTPUT_END)
+    return pathlib.Path(__file__).with_name("deno.js").read_text()
 
 
 def set_env(language, values):
