@@ -260,7 +260,7 @@ def test_a_background_build_is_asked_for_its_state(server):
 def test_tags_say_which_build_is_meant(server):
     name = fresh()
     assert not Template.alias_exists(name)
-    Template.build(Template().from_template("base").run_cmd("echo 1 > ~/v"), f"{name}:v1")
+    Template.build(Template().from_template("base").run_cmd("echo 1 > ~/v"), f"{name}:V1", tags=["First"])
     Template.build(Template().from_template("base").run_cmd("echo 2 > ~/v"), name)
     assert Template.alias_exists(name)
 
@@ -274,7 +274,7 @@ def test_tags_say_which_build_is_meant(server):
     assert (version(f"{name}:v1"), version(name)) == ("1", "2")
     Template.assign_tags(f"{name}:v1", ["stable", "old"])
     assert version(f"{name}:stable") == "1"
-    assert {tag.tag for tag in Template.get_tags(name)} == {"v1", "default", "stable", "old"}
+    assert {tag.tag for tag in Template.get_tags(name)} == {"v1", "first", "default", "stable", "old"}
     Template.remove_tags(name, ["old"])
     assert "old" not in {tag.tag for tag in Template.get_tags(name)}
     with pytest.raises(Exception, match="tag 'old' does not exist"):

@@ -1,5 +1,6 @@
 """Contexts, languages, and what ends a run early."""
 
+import concurrent.futures
 import os
 import ssl
 import threading
@@ -119,6 +120,50 @@ def test_what_javascript_prints_at_once_may_be_large(run):
 )
 def test_other_languages_run_with_an_environment(run, language, code, expected):
     assert stdout(run(code, language=language, envs={"ONCE": "once"})) == expected
+
+
+def test_bash_reads_nothing_and_leaves_no_trace_in_its_shell(run):
+    code = "kept=yes; cat; read line; echo [$line]; PS1=xx; exec >/dev/null 2>&1; set -e"
+    assert stdout(run(code, language="bash", timeout=60)) == "[]\n"
+    assert stdout(run("shopt -s expand_aliases; false; echo $kept", language="bash")) == "yes\n"
+    many = run("\n".join(f"echo {i}" for i in range(500)) + "\ncat <<'END'\n$kept 'é\nEND", language="bash")
+    assert stdout(many) == "".join(f"{i}\n" for i in range(500)) + "$kept 'é\n"
+
+
+@pytest.mark.long
+def test_a_bash_that_ends_is_told_and_replaced(run):
+    for code, cause in (("lost=1; exit 5", "exit status 5"), ("set -e; false; echo no", "exit status 1"), ("kill -9 $$", "killed")):
+        error = run(code, language="bash").error
+        assert error.name == "KernelDied" and cause in error.value, code
+        assert stdout(run("echo a $lost", language="bash")) == "a\n"
+
+
+def test_code_that_waits_in_a_context_that_is_removed_ends_with_it(box):
+    context = box.create_code_context(request_timeout=PATIENCE_S)
+    box.run_code("import os; print(os.getpid())", context=context, **PATIENT)
+    kernels = "pgrep -fc '[i]pykernel_launcher' || true"
+    before = int(box.commands.run(kernels, user="root").stdout)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(box.run_code, "import time; time.sleep(60)", context=context, **PATIENT)
+        time.sleep(1)
+        waiting = pool.submit(box.run_code, "print('ran')", context=context, **PATIENT)
+        time.sleep(1)
+        box.remove_code_context(context)
+        for ended in (running.result(), waiting.result()):
+            assert (ended.error.name, stdout(ended)) == ("ContextEnded", "")
+    assert int(box.commands.run(kernels, user="root").stdout) == before - 1
+
+
+@pytest.mark.long
+def test_a_kernel_that_starts_holds_up_no_other_language(box):
+    fresh = Sandbox.create(timeout=600)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        slow = pool.submit(fresh.run_code, "cat(6 * 7)", language="r", **PATIENT)
+        time.sleep(1)
+        assert fresh.run_code("6 * 7", **PATIENT).text == "42"
+        assert not slow.done(), "R's kernel was there at once: this shows nothing"
+        assert stdout(slow.result()) == "42"
+    fresh.kill()
 
 
 def test_bash_reports_exit_status(run):

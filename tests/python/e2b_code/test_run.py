@@ -37,6 +37,20 @@ def test_output_comes_in_order_to_the_callbacks(run):
     assert execution.logs.stderr == ["two\n"]
 
 
+@pytest.mark.parametrize(
+    ("code", "name", "value"),
+    [
+        ("raise ExceptionGroup('several', [ValueError('inner')])", "ExceptionGroup", "several (1 sub-exception)"),
+        ("try: 1 / 0\nexcept ZeroDivisionError as e: raise ExceptionGroup('g', [e])", "ExceptionGroup", "g (1 sub-exception)"),
+        ("%no_such_magic", "UsageError", "Line magic function `%no_such_magic` not found."),
+    ],
+)
+def test_errors_that_ipython_only_prints_are_errors(run, code, name, value):
+    error = run(code).error
+    assert (error.name, error.value) == (name, value)
+    assert value in error.traceback
+
+
 def test_an_error_has_name_value_and_traceback(run):
     seen = []
     execution = run("def f():\n    return 1 / 0\nf()", on_error=seen.append)

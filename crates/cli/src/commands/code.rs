@@ -67,7 +67,9 @@ async fn run(context: &Context, args: args::CodeRun) -> Result<u8, Failure> {
             CodeEvent::Stderr { text } if !context.ui.json => write(&mut io::stderr().lock(), &text)?,
             CodeEvent::Result { is_main, data } => {
                 let text = data.get("text/plain").and_then(Value::as_str);
-                if let (Some(text), true, false) = (text, is_main, context.ui.json) {
+                // R shows its values beside the main result. Of a picture the text says nothing.
+                let is_text = is_main || data.keys().all(|kind| kind.starts_with("text/"));
+                if let (Some(text), true, false) = (text, is_text, context.ui.json) {
                     write(&mut io::stdout().lock(), &format!("{text}\n"))?;
                 }
                 if let Some(files) = &mut files {

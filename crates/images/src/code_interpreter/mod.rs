@@ -39,6 +39,7 @@ const FILES: &[(&str, &str)] = &[
     ("kernels/python3.json", include_str!("kernels/python3.json")),
     ("stockade_code/__init__.py", include_str!("stockade_code/__init__.py")),
     ("stockade_code/__main__.py", include_str!("stockade_code/__main__.py")),
+    ("stockade_code/bash.py", include_str!("stockade_code/bash.py")),
     ("stockade_code/charts.py", include_str!("stockade_code/charts.py")),
     ("stockade_code/contexts.py", include_str!("stockade_code/contexts.py")),
     ("stockade_code/deno.js", include_str!("stockade_code/deno.js")),

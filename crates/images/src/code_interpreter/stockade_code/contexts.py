@@ -10,6 +10,7 @@ the next one, which does not run: what it was meant to go on with is not there.
 """
 
 import asyncio
+import collections
 import logging
 import os
 import uuid
@@ -17,6 +18,7 @@ import uuid
 from jupyter_client import AsyncKernelManager
 
 from . import languages, memory
+from .bash import Shell
 from .identity import Identity
 from .output import Output
 
@@ -47,6 +49,10 @@ class Lost(Exception):
         self.name = name
 
 
+class Ended(Exception):
+    """A context that was removed, or restarted, while code ran or waited in it."""
+
+
 class Context:
     """One kernel. All but `run`'s caller go through `lock`."""
 
@@ -60,6 +66,8 @@ class Context:
         self.manager = None
         self.client = None
         self.output = None
+        self.shell = None
+        self.is_removed = False
         # How often the guest had been out of memory when the kernel was last seen alive.
         self.oom_kills = memory.oom_kills()
 
@@ -86,9 +94,12 @@ class Context:
         self.output = Output(self.client, self.manager)
         try:
             await self.wait_until_ready()
-            code = languages.setup(self.language)
+            self.shell = Shell() if self.language == "bash" else None
+            code = self.shell.setup() if self.shell else languages.setup(self.language)
             if code is not None:
                 await self.run_quietly(code)
+            if self.shell is not None:
+                self.shell.is_set_up()
         except BaseException:
             await self.stop()
             raise
@@ -97,6 +108,8 @@ class Context:
         """Until the kernel has answered on both channels: before that its output would be lost."""
         deadline = asyncio.get_running_loop().time() + START_PATIENCE
         while asyncio.get_running_loop().time() < deadline:
+            if self.client is None:
+                raise Ended
             message = self.client.session.msg("kernel_info_request", {})
             replies = self.output.expect(message)
             self.client.shell_channel.send(message)
@@ -114,6 +127,9 @@ class Context:
         """Ends the kernel and all it started. A run in it sees that it is another's first, then that it has ended."""
         manager, client, output = self.manager, self.client, self.output
         self.manager = self.client = self.output = None
+        shell, self.shell = self.shell, None
+        if shell is not None:
+            shell.remove()
         if output is not None:
             output.close()
         if client is not None:
@@ -128,6 +144,8 @@ class Context:
 
     async def ensure_alive(self):
         """Replaces a kernel that has died since the last run; `Lost` if nobody was told yet."""
+        if self.is_removed:
+            raise Ended
         manager = self.manager
         if manager is not None and await manager.is_alive():
             return
@@ -145,6 +163,14 @@ class Context:
             return "OutOfMemory", "the guest's kernel killed it, it was out of memory"
         status = getattr(getattr(manager.provisioner, "process", None), "returncode", None)
         return "KernelDied", how(status)
+
+    def shell_end(self):
+        """Words for how the shell of a kernel ended that goes on with another one; None: it has not."""
+        return self.shell.end() if self.shell is not None else None
+
+    def command(self, code):
+        """What the kernel is given to run `code`."""
+        return self.shell.command(code) if self.shell is not None else code
 
     async def run_quietly(self, code):
         """Runs code of ours to its end; what it prints goes nowhere."""
@@ -228,12 +254,13 @@ class Contexts:
         self.identity = Identity()
         self.by_id = {}
         self.defaults = {}
-        self.making = asyncio.Lock()
+        # By language: a kernel that takes a minute to start holds up nobody else.
+        self.making = collections.defaultdict(asyncio.Lock)
         self.are_warm = False
 
     async def warm_up(self, python_code):
         """Makes the default contexts; code is run in Python's before anybody else's is."""
-        async with self.making:
+        async with self.making["python"]:
             python = await self._make("python", self.cwd)
             await python.run_quietly(python_code)
             self.defaults["python"] = python
@@ -252,7 +279,7 @@ class Contexts:
         """The context of those who name none; made on first use."""
         language = self.known(language)
         slot = languages.shared(language)
-        async with self.making:
+        async with self.making[slot]:
             if slot not in self.defaults:
                 self.defaults[slot] = await self._make(slot, self.cwd)
             return self.defaults[slot]
@@ -275,6 +302,7 @@ class Contexts:
         for language, default in list(self.defaults.items()):
             if default is context:
                 del self.defaults[language]
+        context.is_removed = True
         await context.stop()
 
     @staticmethod

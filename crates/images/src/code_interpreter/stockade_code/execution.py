@@ -7,13 +7,14 @@ import logging
 import re
 
 from . import languages, memory, results
-from .contexts import Lost, Unavailable
+from .contexts import Ended, Lost, Unavailable
 
 log = logging.getLogger("stockade_code")
 
 KEEPALIVE_SECONDS = 5
 # How often it is looked whether the kernel lives, while it says nothing.
 LOOK_SECONDS = 1
+CONTEXT_ENDED = results.error("ContextEnded", "the context was removed or restarted while code ran in it")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -35,7 +36,7 @@ async def run(context, code, run_env, sink, is_remembered=True):
                 return
             beside, back = await context.prepare_env(run_env)
         context.oom_kills = memory.oom_kills()
-        message = context.request(code, metadata=beside, is_remembered=is_remembered)
+        message = context.request(context.command(code), metadata=beside, is_remembered=is_remembered)
         replies = context.output.expect(message)
         output = context.output
         try:
@@ -49,6 +50,9 @@ async def run(context, code, run_env, sink, is_remembered=True):
             output.forget(replies)
     except ClientGone:
         pass
+    except Ended:
+        with contextlib.suppress(ClientGone):
+            await finish(sink, CONTEXT_ENDED)
     except (Lost, Unavailable) as problem:
         with contextlib.suppress(ClientGone):
             await finish(sink, results.error(problem.name, str(problem)))
@@ -69,22 +73,27 @@ async def relay(context, replies, sink):
             if event is not None and not (has_asked and event["type"] == "number_of_executions"):
                 has_told_error |= event["type"] == "error"
                 await sink.write(event)
+        if replies.has_failed and not has_asked:
+            failure = replies.reply["content"]
         if context.has_said_all(replies) or (has_asked and replies.has_failed):
-            await finish(sink, results.untold(failure) if failure and not has_told_error else None)
+            if (end := context.shell_end()) is not None:
+                await died(context, sink, "KernelDied", end)
+                return
+            explained = results.unexplained if languages.marks_end(context.language) else results.untold
+            await finish(sink, explained(failure) if failure and not has_told_error else None)
             return
         sink.check()
         if not replies.has_failed and await replies.wait(LOOK_SECONDS):
             continue
         is_alive = await manager.is_alive()
         if context.manager is not manager:
-            await finish(sink, results.error("ContextEnded", "the context was removed or restarted while code ran in it"))
+            await finish(sink, CONTEXT_ENDED)
             return
         if not is_alive:
             await died(context, sink, *context.cause_of_death(manager))
             return
         if replies.is_done and not has_asked:
             # Failed code leaves no mark, nor does code that has broken what would have sent it.
-            failure = replies.reply["content"] if replies.has_failed else None
             context.ask_for_end(replies)
             has_asked = True
             continue
@@ -104,7 +113,7 @@ async def died(context, sink, name, cause):
     await finish(sink, results.error(name, value))
     try:
         await context.start()
-    except Unavailable as problem:
+    except (Ended, Unavailable) as problem:
         # The next run tries again, and is told.
         log.info("context %s is without a kernel: %s", context.id, problem)
 

@@ -8,7 +8,9 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 
+from IPython.core.error import UsageError
 from IPython.core.formatters import BaseFormatter
 from IPython.display import display
 from jupyter_client.jsonutil import json_clean, json_default
@@ -23,6 +25,7 @@ def load_ipython_extension(shell):
     shell.kernel.session.pack = pack
     # Code that was written as a program ends in `exit()`; the state is wanted by the next run all the same.
     shell.ask_exit = lambda: None
+    shell.showtraceback = Errors(shell).show
     formatters = shell.display_formatter.formatters
     formatters["e2b/chart"] = ChartFormatter(parent=shell.display_formatter)
     formatters["e2b/data"] = TableFormatter(parent=shell.display_formatter)
@@ -38,6 +41,37 @@ def pack(message):
     except (TypeError, ValueError):
         text = json.dumps(json_clean(message), default=json_default, allow_nan=False)
     return text.encode("ascii")
+
+
+class Errors:
+    """Reports as errors what IPython prints only: groups of exceptions, and magics that were used wrongly."""
+
+    def __init__(self, shell):
+        self.shell = shell
+        self.show_others = shell.showtraceback
+
+    def show(self, exc_tuple=None, *args, **options):
+        kind, value, trace = exc_tuple or sys.exc_info()
+        if isinstance(value, UsageError):
+            lines = [f"UsageError: {value}"]
+        elif holds_group(value):
+            # The first frame is IPython's.
+            lines = "".join(traceback.format_exception(kind, value, trace.tb_next or trace if trace else None)).splitlines()
+        else:
+            self.show_others(exc_tuple, *args, **options)
+            return
+        self.shell._showtraceback(kind, value, lines)
+
+
+def holds_group(value):
+    """Whether an exception is a group, or came while one was handled."""
+    seen = set()
+    while value is not None and id(value) not in seen:
+        if isinstance(value, BaseExceptionGroup):
+            return True
+        seen.add(id(value))
+        value = value.__context__
+    return False
 
 
 class Environment:

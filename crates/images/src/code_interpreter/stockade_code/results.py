@@ -38,6 +38,11 @@ def error(name, value, traceback=""):
 
 
 def untold(reply):
+    """The line for code whose failure stands in the kernel's answer alone."""
+    return error(reply.get("ename") or "Error", reply.get("evalue") or "", "\n".join(reply.get("traceback") or []))
+
+
+def unexplained(reply):
     """The line for code that failed without a word, as Deno's does if it was not even begun."""
     cause = "the kernel does not say why; code that does not parse and packages that cannot be had end like this"
     return error(reply.get("ename") or "Error", f"{reply.get('evalue') or 'failed'}: {cause}")

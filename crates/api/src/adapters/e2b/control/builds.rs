@@ -105,7 +105,8 @@ pub(super) async fn reserve(
             "name '{name}' has a meaning of its own in this API; take another"
         )));
     }
-    let mut tags: Vec<String> = request.tags.unwrap_or_default();
+    let mut tags: Vec<String> =
+        request.tags.unwrap_or_default().iter().map(|tag| tag.trim().to_ascii_lowercase()).collect();
     tags.extend(tag.filter(|tag| !tags.contains(tag)));
     let build = state.service.reserve_build(&who, NewBuild { name, tags })?;
     let reserved = Reserved {
