@@ -58,6 +58,11 @@ def test_a_missing_cwd_is_an_invalid_argument(box):
 
 
 @pytest.mark.machine
+def test_a_cwd_that_cannot_be_entered_is_said_to_be_that(box):
+    with pytest.raises(InvalidArgumentException, match="cannot enter cwd '/root': permission denied"):
+        box.commands.run("pwd", cwd="/root")
+
+
 def test_relative_cwd_and_tilde_start_at_home(box):
     box.files.make_dir("/home/user/below")
     assert box.commands.run("pwd", cwd="below").stdout == "/home/user/below\n"

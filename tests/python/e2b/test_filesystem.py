@@ -119,6 +119,14 @@ def test_list(box, place):
     assert deep == [f"{place}/a.txt", f"{place}/b", f"{place}/b/c"]
 
 
+def test_no_path_is_the_home_directory(box):
+    box.files.write("in-the-home", "")
+    assert "in-the-home" in [entry.name for entry in box.files.list("")]
+    assert box.files.exists("")
+    assert box.files.get_info("").path == "/home/user"
+    box.files.remove("in-the-home")
+
+
 def test_list_of_what_is_no_directory(box, place):
     box.files.write(f"{place}/file", "")
     with pytest.raises(InvalidArgumentException):

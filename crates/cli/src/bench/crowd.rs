@@ -43,7 +43,7 @@ async fn requests(server: &Throwaway, beside: usize, n: usize) -> Result<Vec<Mea
         (Samples::default(), Samples::default(), Samples::default(), Samples::default());
     for _ in 0..n {
         time::sleep(PAUSE).await;
-        first.push(rounds::create_to_output(client).await);
+        first.push(rounds::start(client).await.map(|start| start.output));
         exec.push(rounds::exec_round_trip(client, &id).await);
         stat.push(rounds::stat_round_trip(client, &id).await);
         let begin = std::time::Instant::now();

@@ -101,11 +101,11 @@ pub(super) async fn measure(server: &Throwaway, python: &Path, n: usize, ui: Ui)
     ui.note(&format!("create to first command, our own API and E2B's SDK {release} in turn: {n} each"));
     let (mut ours, mut theirs) = (Samples::default(), Samples::default());
     // The first ones read files from disk and open connections.
-    rounds::create_to_output(&server.client).await?;
+    rounds::start(&server.client).await?;
     sdk.sample("command").await?;
     for _ in 0..n {
         server.quiet(0).await?;
-        ours.push(rounds::create_to_output(&server.client).await);
+        ours.push(rounds::start(&server.client).await.map(|start| start.output));
         server.quiet(0).await?;
         theirs.push(sdk.sample("command").await.map(|ms| ms[0]));
     }

@@ -106,12 +106,14 @@ async fn forks(server: &Throwaway, count: usize, rounds: usize, ui: Ui) -> Resul
     let client = &server.client;
     let (id, _) = create(client).await?;
     output_of(client, &id, &["/bin/echo", "ready"]).await?;
-    let (mut together, mut each, mut memory) = (Samples::default(), Samples::default(), Samples::default());
+    let (mut answer, mut together) = (Samples::default(), Samples::default());
+    let (mut each, mut memory) = (Samples::default(), Samples::default());
     for _ in 0..rounds {
         server.quiet(1).await?;
         let parent = server.memory();
         let begin = Instant::now();
         let children = client.fork(&id, &json!({"count": count, "all_or_nothing": true})).await?;
+        answer.push(Ok::<_, Failure>(milliseconds(begin)));
         let firsts = children.iter().map(|child| output_of(client, &child.id, &["/bin/echo", "ready"]));
         for first in join_all(firsts).await {
             first?;
@@ -132,6 +134,7 @@ async fn forks(server: &Throwaway, count: usize, rounds: usize, ui: Ui) -> Resul
     client.kill(&id).await?;
     server.settle(0).await?;
     Ok(vec![
+        Measure::new(format!("fork of {count}: until each has answered"), "ms", answer),
         Measure::new(format!("fork of {count}: to the last one's first output"), "ms", together),
         Measure::new(format!("fork of {count}: the same, per child"), "ms", each),
         Measure::new(format!("fork of {count}: private memory per child"), "MiB", memory),

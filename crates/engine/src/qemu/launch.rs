@@ -13,7 +13,11 @@ use std::{
 use nix::fcntl::OFlag;
 use serde::Deserialize;
 use stockade_model::{Accelerator, MachineShape};
-use tokio::{io::AsyncReadExt, net::unix::pipe, process::Child};
+use tokio::{
+    io::AsyncReadExt,
+    net::{UnixStream, unix::pipe},
+    process::Child,
+};
 
 use super::{
     Host,
@@ -69,6 +73,8 @@ pub(crate) struct Launched {
     pub(crate) qmp: Qmp,
     pub(crate) console: Tail,
     pub(crate) complaints: Tail,
+    /// A connection to the guest's link that nobody has used.
+    pub(crate) link: Option<UnixStream>,
 }
 
 impl Launch<'_> {
@@ -160,7 +166,7 @@ impl Launch<'_> {
             Ok((processes, qmp, console_tail))
         };
         match attempt.await {
-            Ok((processes, qmp, console)) => Ok(Launched { child, processes, qmp, console, complaints }),
+            Ok((processes, qmp, console)) => Ok(Launched { child, processes, qmp, console, complaints, link: None }),
             Err(error) => {
                 let _ = child.start_kill();
                 complaints.finish(Duration::from_secs(1)).await;

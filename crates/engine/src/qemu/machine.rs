@@ -73,6 +73,8 @@ pub(crate) struct Inner {
     /// What `resume` and `pause` last asked for.
     pub(crate) is_meant_to_run: AtomicBool,
     exit: watch::Sender<Option<MachineExit>>,
+    /// A connection to the link that nobody has used.
+    unused_link: StdMutex<Option<UnixStream>>,
     session: Mutex<Option<GuestClient>>,
     told: Told,
     /// Kept as long as a machine maps it, so that the next machine shares it.
@@ -91,9 +93,9 @@ impl QemuMachine {
         memory: Arc<SealedMemory>,
         image: Option<ImageUse>,
     ) -> Self {
-        let Launched { child, processes, qmp, console, complaints } = launched;
+        let Launched { child, processes, qmp, console, complaints, link } = launched;
         let (child, memory) = (Some(child), Some(memory));
-        Self::with_parts(host, record, directory, processes, qmp, console, complaints, child, memory, image)
+        Self::with_parts(host, record, directory, processes, qmp, console, complaints, link, child, memory, image)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one machine, put together in two places")]
@@ -105,6 +107,7 @@ impl QemuMachine {
         qmp: Qmp,
         console: Tail,
         complaints: Tail,
+        link: Option<UnixStream>,
         child: Option<Child>,
         memory: Option<Arc<SealedMemory>>,
         image: Option<ImageUse>,
@@ -126,6 +129,7 @@ impl QemuMachine {
             was_killed: AtomicBool::new(false),
             is_meant_to_run: AtomicBool::new(false),
             exit: watch::channel(None).0,
+            unused_link: StdMutex::new(link),
             session: Mutex::new(None),
             told: Told::default(),
             _memory: memory,
@@ -190,6 +194,9 @@ impl Inner {
     }
 
     fn connect_link(&self) -> Result<UnixStream, EngineError> {
+        if let Some(unused) = self.unused_link.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok(unused);
+        }
         self.directory.connect(LINK).map_err(|error| self.gone(&format!("its link cannot be connected: {error}")))
     }
 

@@ -27,7 +27,7 @@ use super::{
     launch::{Launch, Launched, SHOWN_LINES, millis, with_complaints},
     layers::DiskChain,
     machine::QemuMachine,
-    machine_dir::{CONSOLE, CONTROL, MachineDir, MemoryBase, Record},
+    machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, MemoryBase, Record},
     manifest::{DEVICE_STATE, MACHINE_LAYER, MEMORY, Manifest},
     memory::SealedMemory,
     pages::GuestMemory,
@@ -282,10 +282,13 @@ impl Restore<'_> {
         };
         let prepared = begin.elapsed();
 
-        let launched = self.launch(state.as_ref(), undo).await?;
+        let mut launched = self.launch(state.as_ref(), undo).await?;
         let answered = begin.elapsed();
         match &state {
             Some(state) => {
+                // Before the state is loaded: its guest was connected when it was saved, and goes on without being told.
+                let link = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
+                launched.link = Some(link);
                 let loaded = self.load(&launched, state).await;
                 loaded.map_err(|error| explain(error, &launched))?;
             }
@@ -436,6 +439,7 @@ pub(crate) async fn adopt(host: &Arc<Host>, machine: &MachineId) -> Result<Optio
     };
     let complaints = Tail::empty();
     let host = host.clone();
-    let parts = QemuMachine::with_parts(host, record, directory, processes, qmp, console, complaints, None, None, None);
+    let parts =
+        QemuMachine::with_parts(host, record, directory, processes, qmp, console, complaints, None, None, None, None);
     Ok(Some(parts))
 }

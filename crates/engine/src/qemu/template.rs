@@ -29,7 +29,10 @@ use super::{
     qmp::{CLOSED, Qmp, QmpEvent},
     remains::{Remains, Undo},
 };
-use crate::{EngineError, Progress, TemplateBoot};
+use crate::{EngineError, GuestClient, Progress, TemplateBoot};
+
+/// How long a guest that has started is left alone before it is saved.
+const QUIET: Duration = Duration::from_secs(2);
 
 /// Boots and keeps a template.
 pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError> {
@@ -252,6 +255,12 @@ impl Boot<'_> {
 
     async fn keep_state(&self, mut launched: Launched) -> Result<(), EngineError> {
         let patience = self.host.limits.command_patience;
+        // The host is connected when the machine is saved, as it is when machines made from it go on: what need not be
+        // told to a guest need not be translated by its emulator either. The same goes for what the guest still has to
+        // do after its start.
+        let link = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
+        let _connected = GuestClient::open(link, self.host.limits.guest_patience).await?;
+        tokio::time::sleep(QUIET).await;
         let qmp = &launched.qmp;
         qmp.run("stop", json!({}), patience).await?;
         set_capabilities(qmp, patience).await?;

@@ -154,9 +154,14 @@ fn asked<'a>(caller: &'a Caller, path: &'a str) -> Asked<'a> {
     Asked { user: caller.user.as_deref(), cwd: None, path: Some(path) }
 }
 
+/// To look at no path is to look at the home directory.
+fn looked_at(path: &str) -> String {
+    if path.is_empty() { "~".to_owned() } else { path.to_owned() }
+}
+
 pub(super) async fn stat(call: Unary<PathRequest>) -> Result<Reply<EntryResponse>, ConnectError> {
     let Unary { caller, message: PathRequest { path } } = call;
-    let request = files::PathRequest { path: path.clone(), user: caller.user.clone() };
+    let request = files::PathRequest { path: looked_at(&path), user: caller.user.clone() };
     let entry = caller.guest.stat(&request).await.map_err(|error| asked(&caller, &path).connect_error(error))?;
     Ok(EntryResponse::of(entry))
 }
@@ -191,7 +196,7 @@ pub(super) async fn rename(call: Unary<MoveRequest>) -> Result<Reply<EntryRespon
 
 pub(super) async fn list_dir(call: Unary<ListDirRequest>) -> Result<Reply<ListDirResponse>, ConnectError> {
     let Unary { caller, message: ListDirRequest { path, depth } } = call;
-    let request = files::ListRequest { path: path.clone(), user: caller.user.clone(), depth };
+    let request = files::ListRequest { path: looked_at(&path), user: caller.user.clone(), depth };
     let list = caller.guest.list(&request).await.map_err(|error| asked(&caller, &path).connect_error(error))?;
     Ok(Reply(ListDirResponse { entries: list.entries.into_iter().map(Into::into).collect() }))
 }
@@ -217,7 +222,7 @@ pub(super) struct WatchRequest {
 impl WatchRequest {
     async fn open(&self, caller: &Caller) -> Result<Events, ConnectError> {
         let request = files::WatchRequest {
-            path: self.path.clone(),
+            path: looked_at(&self.path),
             user: caller.user.clone(),
             recursive: self.recursive,
             entry: self.include_entry,

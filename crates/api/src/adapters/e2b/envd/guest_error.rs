@@ -55,7 +55,9 @@ impl Asked<'_> {
             (ErrorCode::BadCwd, Self { cwd: Some(cwd), .. }) if body.message.ends_with("is not a directory") => {
                 format!("cwd '{cwd}' is not a directory")
             }
-            (ErrorCode::BadCwd, Self { cwd: Some(cwd), .. }) => format!("cwd '{cwd}' does not exist"),
+            (ErrorCode::BadCwd, Self { cwd: Some(cwd), .. }) if body.message.ends_with("does not exist") => {
+                format!("cwd '{cwd}' does not exist")
+            }
             (ErrorCode::NotFound, Self { path: Some(path), .. }) => format!("path '{path}' does not exist"),
             (ErrorCode::IsADirectory, Self { path: Some(path), .. }) => format!("path '{path}' is a directory"),
             (ErrorCode::NotADirectory, Self { path: Some(path), .. }) => format!("path '{path}' is not a directory"),
@@ -103,11 +105,14 @@ mod tests {
         let asked = Asked { user: Some("nobody2"), cwd: Some("/none"), path: None };
         let user = asked.connect_error(ErrorBody::new(ErrorCode::UnknownUser, "no such user").into());
         assert_eq!(user, ConnectError::new(Code::Unauthenticated, "invalid username: 'nobody2'"));
-        let cwd = asked.connect_error(ErrorBody::new(ErrorCode::BadCwd, "nope").into());
+        let cwd = asked.connect_error(ErrorBody::new(ErrorCode::BadCwd, "cwd '/x/none' does not exist").into());
         assert_eq!(cwd, ConnectError::new(Code::InvalidArgument, "cwd '/none' does not exist"));
         let file = ErrorBody::new(ErrorCode::BadCwd, "cwd '/x/none' is not a directory");
         let file = asked.connect_error(file.into());
         assert_eq!(file, ConnectError::new(Code::InvalidArgument, "cwd '/none' is not a directory"));
+        let closed = ErrorBody::new(ErrorCode::BadCwd, "cannot enter cwd '/root': permission denied");
+        let closed = asked.connect_error(closed.into());
+        assert_eq!(closed, ConnectError::new(Code::InvalidArgument, "cannot enter cwd '/root': permission denied"));
     }
 
     #[test]
