@@ -11,9 +11,10 @@ use std::{
     time::Duration,
 };
 
+use futures::TryStreamExt as _;
 use stockade_engine::{
     Engine, EngineError, GuestClient, Machine, MachineExit,
-    guest::WriteFile,
+    guest::{ReadFile, WriteFile},
     qemu::{AcceleratorChoice, QemuEngine},
 };
 use stockade_model::{Accelerator, MachineId};
@@ -342,6 +343,23 @@ async fn a_guest_that_powers_off_or_panics_has_ended_itself_and_its_last_words_a
         machine.kill().await.expect("removed");
         rig.assert_clean().await;
     }
+}
+
+#[tokio::test]
+async fn an_emulated_processor_does_not_say_that_its_string_instructions_are_fast() {
+    let rig = Rig::new().await;
+    if rig.engine.info().accelerator == Accelerator::Kvm {
+        return eprintln!("skipped: this host's own processor runs the guests");
+    }
+    let machine = rig.start().await;
+    machine.resume().await.expect("resumed");
+    let guest = machine.guest().await.expect("answers");
+    let request = ReadFile { path: "/proc/cpuinfo".to_owned(), user: Some("root".to_owned()), ..ReadFile::default() };
+    let pieces: Vec<_> = guest.read_file(&request).await.expect("opened").body.try_collect().await.expect("read");
+    let text = String::from_utf8(pieces.concat()).expect("text");
+    let flags: BTreeSet<_> = text.lines().find(|line| line.starts_with("flags")).expect("has").split(' ').collect();
+    assert!(flags.contains("rep_good") && !flags.contains("erms") && !flags.contains("fsrm"), "{flags:?}");
+    machine.kill().await.expect("removed");
 }
 
 /// Writes a file in the guest, in place.
