@@ -63,6 +63,7 @@ def test_a_cwd_that_cannot_be_entered_is_said_to_be_that(box):
         box.commands.run("pwd", cwd="/root")
 
 
+@pytest.mark.machine
 def test_relative_cwd_and_tilde_start_at_home(box):
     box.files.make_dir("/home/user/below")
     assert box.commands.run("pwd", cwd="below").stdout == "/home/user/below\n"

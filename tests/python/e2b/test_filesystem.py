@@ -119,6 +119,7 @@ def test_list(box, place):
     assert deep == [f"{place}/a.txt", f"{place}/b", f"{place}/b/c"]
 
 
+@pytest.mark.machine
 def test_no_path_is_the_home_directory(box):
     box.files.write("in-the-home", "")
     assert "in-the-home" in [entry.name for entry in box.files.list("")]
