@@ -196,7 +196,7 @@ impl Flow {
         facts: FlowFacts,
         start: &Start,
     ) -> std::io::Result<Self> {
-        let mut rings = Rings::new()?;
+        let mut rings = Rings::new(link.flow_count())?;
         // SAFETY: called once; the slices live in `Tcp::sockets`, which is dropped before `Tcp::rings`.
         let (receive, send) = unsafe { rings.split() };
         let mut socket = tcp::Socket::new(tcp::SocketBuffer::new(receive), tcp::SocketBuffer::new(send));
