@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use serde_json::Value;
+
 /// Everything on the host that belongs to one data directory.
 #[derive(Debug, Default, Eq, PartialEq)]
 pub struct Leftovers {
@@ -67,17 +69,16 @@ pub(crate) fn processes(data_dir: &Path) -> Vec<(i32, String)> {
 
 /// What the names of a data directory's control groups begin with, if a machine of it runs in one.
 pub(crate) fn cgroup_prefix(data_dir: &Path) -> Option<String> {
-    let machines: Vec<_> = read_dir(data_dir.join("machines"))
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .collect();
-    let is_ours = |group: &str| machines.iter().any(|machine| group.ends_with(machine.as_str()));
-    let group = cgroups(is_ours).into_iter().next()?;
-    let group = group.file_name()?.to_string_lossy().into_owned();
-    let machine = machines.iter().find(|machine| group.ends_with(machine.as_str()))?;
-    group.strip_suffix(machine.as_str()).map(str::to_owned)
+    let records = read_dir(data_dir.join("machines")).into_iter().flatten().flatten().filter_map(|machine| {
+        serde_json::from_slice::<Value>(&fs::read(machine.path().join("machine.json")).ok()?).ok()
+    });
+    // `stockade-<digest of the data directory>-<machine>`
+    let prefix = |record: Value| {
+        let group = record["cgroup"]["directories"][0].as_str()?;
+        let name = Path::new(group).file_name()?.to_str()?;
+        Some(name[..=name.rfind('-')?].to_owned())
+    };
+    records.filter_map(prefix).next()
 }
 
 fn cgroups(is_wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {

@@ -46,13 +46,16 @@ async fn nothing_half_there(server: &TestServer, sandboxes: usize) {
     assert_eq!(page["items"].as_array().map(Vec::len), Some(sandboxes), "{page}");
 }
 
-/// The emulator's process of the only machine there is.
+/// The emulator's process of the only machine there is; others wait for theirs.
 fn emulator(server: &TestServer) -> Pid {
-    let machines: Vec<_> = std::fs::read_dir(server.data_dir().join("machines")).expect("a directory").collect();
+    let records =
+        std::fs::read_dir(server.data_dir().join("machines")).expect("a directory").flatten().filter_map(|machine| {
+            let record = std::fs::read_to_string(machine.path().join("machine.json")).ok()?;
+            Some(serde_json::from_str::<Value>(&record).expect("JSON"))
+        });
+    let machines: Vec<_> = records.filter(|record| record["is_complete"] == true).collect();
     assert_eq!(machines.len(), 1, "{machines:?}");
-    let machine = machines.into_iter().next().expect("one").expect("readable");
-    let record = std::fs::read_to_string(machine.path().join("machine.json")).expect("a record");
-    let record: Value = serde_json::from_str(&record).expect("JSON");
+    let record = &machines[0];
     let pid = record["processes"]["emulator"]["pid"].as_i64().unwrap_or_else(|| panic!("no pid in {record}"));
     Pid::from_raw(i32::try_from(pid).expect("a pid"))
 }

@@ -68,6 +68,15 @@ pub struct Startup {
     pub patience: Duration,
 }
 
+/// Who waits for a machine that is started.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Urgency {
+    /// Somebody does: it may take what was got ready for that.
+    Awaited,
+    /// Nobody yet: it is itself being got ready.
+    Ahead,
+}
+
 /// How far a long step has come; called often, must return at once.
 pub type Progress<'a> = &'a (dyn Fn(&str) + Send + Sync);
 
@@ -94,7 +103,12 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     /// Everything that can be wrong with the template, the host's resources or the emulator.
-    async fn start(&self, machine: &MachineId, template: &std::path::Path) -> Result<Arc<dyn Machine>, EngineError>;
+    async fn start(
+        &self,
+        machine: &MachineId,
+        template: &std::path::Path,
+        urgency: Urgency,
+    ) -> Result<Arc<dyn Machine>, EngineError>;
 
     /// Finds a machine that an earlier process started. `None`: it no longer runs; what it left is removed.
     ///
@@ -120,8 +134,9 @@ pub trait Engine: Send + Sync + 'static {
         machine: &MachineId,
         template: &std::path::Path,
         snapshot: &std::path::Path,
+        urgency: Urgency,
     ) -> Result<Arc<dyn Machine>, EngineError> {
-        let _ = (machine, template, snapshot);
+        let _ = (machine, template, snapshot, urgency);
         Err(EngineError::no_snapshots(self.info().name))
     }
 
@@ -153,6 +168,9 @@ pub trait Engine: Send + Sync + 'static {
         let _ = (template, snapshot);
         Err(EngineError::no_snapshots(self.info().name))
     }
+
+    /// Ends what was started ahead of need and belongs to no machine. Machines run on.
+    async fn close(&self) {}
 
     /// How many more machines of this shape the host's memory and disk hold, as far as can be told.
     ///
@@ -199,6 +217,15 @@ pub trait Machine: Send + Sync + 'static {
     async fn snapshot(&self, directory: &std::path::Path, scope: SnapshotScope) -> Result<SnapshotReport, EngineError> {
         let _ = (directory, scope);
         Err(EngineError::no_snapshots("this"))
+    }
+
+    /// Takes a snapshot of memory and disk for machines that are started from it at once. It is whole, but nobody waited
+    /// until the host's disk had it: after a power failure neither it nor they are there.
+    ///
+    /// # Errors
+    /// As for [`Machine::snapshot`].
+    async fn snapshot_for_forks(&self, directory: &std::path::Path) -> Result<SnapshotReport, EngineError> {
+        self.snapshot(directory, SnapshotScope::MemoryAndDisk).await
     }
 
     /// A fresh connection to the machine's NIC, as QEMU's `-netdev stream` frames it; at most one is served at a time,

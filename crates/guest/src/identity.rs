@@ -56,7 +56,7 @@ fn take(agent: &Agent, mut identity: Identity) -> Result<()> {
             env.append(&mut identity.env);
             identity.env = env;
         }
-        if agent.has_processes() {
+        if agent.has_processes() && Path::new(FOR_SERVICES).exists() {
             tell_services(&identity)?;
         }
     }
@@ -100,7 +100,8 @@ fn validate(identity: &Identity) -> Result<()> {
     crate::process::check_env(&identity.env)
 }
 
-/// For what was started before the machine had an identity, as part of its template: root alone can read it.
+/// For what was started before the machine had an identity, as part of its template: root alone can read it. A service
+/// that wants to be told makes the file; to write it is a third of what a fork has to be told.
 const FOR_SERVICES: &str = "/run/stockade/identity.json";
 
 fn tell_services(identity: &Identity) -> Result<()> {
@@ -111,7 +112,6 @@ fn tell_services(identity: &Identity) -> Result<()> {
     });
     let (path, new) = (Path::new(FOR_SERVICES), Path::new("/run/stockade/identity.json.new"));
     let attempt = || -> io::Result<()> {
-        fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
         // Never readable by others, never half of it.
         let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(new)?;
         file.write_all(text.to_string().as_bytes())?;

@@ -10,7 +10,7 @@
 
 use std::{path::Path, sync::Arc, time::Duration};
 
-use stockade_engine::{EngineError, Machine};
+use stockade_engine::{EngineError, Machine, Urgency};
 use stockade_model::{MachineId, Sandbox, Template};
 use stockade_store::{Idempotency, IdempotencyRecord, NetworkRecord, TemplateRecord};
 use stockade_wire::machine::Identity;
@@ -145,9 +145,9 @@ pub(crate) async fn start(
     let patience = core.config.step_patience;
     let start = async {
         match &from {
-            StartFrom::Template => core.engine().start(id, template).await,
+            StartFrom::Template => core.engine().start(id, template, Urgency::Awaited).await,
             StartFrom::State { directory, take: Take::All, .. } => {
-                core.engine().start_from_snapshot(id, template, directory).await
+                core.engine().start_from_snapshot(id, template, directory, Urgency::Awaited).await
             }
             StartFrom::State { directory, take: Take::Disk, .. } => {
                 core.engine().boot_from_snapshot(id, template, directory).await

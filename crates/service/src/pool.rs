@@ -16,7 +16,7 @@ use std::{
 };
 
 use futures::FutureExt;
-use stockade_engine::Machine;
+use stockade_engine::{Machine, Urgency};
 use stockade_model::{Accelerator, MachineId, SnapshotId, Template, TemplateId};
 use tokio::{sync::Notify, time::Instant};
 use tracing::{debug, warn};
@@ -317,8 +317,8 @@ async fn restore(core: &Core, kind: &Kind, place: &Place) -> Result<(), Box<dyn 
     let id = MachineId::random();
     let start = async {
         match &place.snapshot {
-            Some(snapshot) => core.engine().start_from_snapshot(&id, &place.template, snapshot).await,
-            None => core.engine().start(&id, &place.template).await,
+            Some(snapshot) => core.engine().start_from_snapshot(&id, &place.template, snapshot, Urgency::Ahead).await,
+            None => core.engine().start(&id, &place.template, Urgency::Ahead).await,
         }
     };
     let machine = match tokio::time::timeout(core.config.step_patience, start).await {

@@ -52,7 +52,12 @@ impl Owner {
         }
         let directory = core.dirs.path(Kind::Snapshot, &id);
         let cancel = CancellationToken::new();
-        let taking = machine.snapshot(&directory, plan.scope);
+        let taking = async {
+            match plan.is_ephemeral {
+                true => machine.snapshot_for_forks(&directory).await,
+                false => machine.snapshot(&directory, plan.scope).await,
+            }
+        };
         let taking = step(machine, "snapshot", core.config.snapshot_patience, &cancel, taking);
         let (taken, killed) = self.attend(&cancel, taking).await;
         let taken = match taken {

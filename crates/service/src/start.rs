@@ -67,6 +67,7 @@ impl Service {
         if tokio::time::timeout(WAIT_FOR_CREATES, restores).await.is_err() {
             warn!("a restore under way is cut off; the next start cleans up");
         }
+        core.engine().close().await;
         if let Err(error) = core.meter.flush(core).await {
             warn!(error = &error as &dyn std::error::Error, "last usage not written");
         }

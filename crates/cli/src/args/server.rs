@@ -59,6 +59,10 @@ pub(crate) struct Up {
     /// Memory all machines kept ready may hold together
     #[arg(long, value_name = "MIB", env = "STOCKADE_POOL_MEMORY", default_value_t = 1024)]
     pub(crate) pool_memory: u64,
+    /// Emulators kept ready per template that sandboxes are made, forked or woken from, at most; how many of them, by
+    /// recent demand. 0: none at all
+    #[arg(long, value_name = "N", env = "STOCKADE_SPARE_EMULATORS", default_value_t = 8)]
+    pub(crate) spare_emulators: usize,
     /// Hibernate what stands by for so long and has no rule of its own for it; 0: never
     #[arg(long, value_name = "SECONDS", env = "STOCKADE_LONGEST_STANDBY", default_value_t = 3600)]
     pub(crate) longest_standby: u64,

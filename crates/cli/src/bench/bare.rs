@@ -33,7 +33,7 @@ impl Emulator {
             TempDir::with_prefix("stockade-bare-").map_err(|error| Failure::host("make a directory", error))?;
         let accel = if server.accel == "kvm" { Accel::Kvm } else { Accel::Tcg };
         let data_dir = server.data_dir();
-        let engine = engine::open(directory.path(), &data_dir.join("kernel"), accel).await?;
+        let engine = engine::open(directory.path(), &data_dir.join("kernel"), accel, 0).await?;
         let template = server.client.template("base").await?;
         Ok(Self { engine, template: data_dir.join("templates").join(template.id), _directory: directory })
     }

@@ -19,6 +19,7 @@ use crate::{client::Client, failure::Failure, ui::Ui};
 /// Memory a program in the source has filled, in MiB. The last one leaves the guest what it needs.
 const CHANGED_MIB: [u32; 3] = [5, 100, 300];
 const CHILDREN: [usize; 3] = [1, 8, 32];
+const CHILDREN_WAITED_FOR: [usize; 2] = [1, 8];
 const DEPTHS: [usize; 3] = [1, 5, 10];
 /// Rounds of what takes long.
 const FEW: usize = 5;
@@ -37,12 +38,40 @@ pub(super) async fn measure(server: &Throwaway, n: usize, ui: Ui, measures: &mut
     }
     for count in CHILDREN {
         let rounds = if count == 1 { n } else { few.min(3) };
-        measures.extend(forks(server, count, rounds, ui).await?);
+        measures.extend(forks(server, &format!("fork of {count}"), count, rounds, ui).await?);
     }
-    measures.extend(tiers(server, n, ui).await?);
+    for (tier, name) in [("standby", "standby"), ("hibernated", "hibernation")] {
+        measures.extend(tiers(server, tier, name, n, ui).await?);
+    }
     measures.extend(depths(server, few, ui).await?);
     measures.extend(standby(server, ui).await?);
     Ok(())
+}
+
+/// What takes an emulator, where some wait.
+pub(super) async fn measure_waiting(
+    server: &Throwaway,
+    n: usize,
+    ui: Ui,
+    measures: &mut Vec<Measure>,
+) -> Result<(), Failure> {
+    for count in CHILDREN_WAITED_FOR {
+        let rounds = if count == 1 { n } else { n.min(FEW) };
+        let of = format!("fork of {count}, emulators waiting");
+        // Those that are missing are started the next time.
+        forks(server, &of, count, 1, ui).await?;
+        measures.extend(forks(server, &of, count, rounds, ui).await?);
+    }
+    measures.extend(tiers(server, "hibernated", "hibernation, an emulator waiting", n, ui).await?);
+    server.quiet(0).await?;
+    measures.push(private_memory("waiting emulator", server.memory_of_waiting()));
+    Ok(())
+}
+
+fn private_memory(of: &str, held: Vec<Result<(f64, f64), String>>) -> Measure {
+    let mut private = Samples::default();
+    held.into_iter().for_each(|memory| private.push(memory.map(|(private, _)| private)));
+    Measure::new(format!("{of}: private memory"), "MiB", private)
 }
 
 async fn bare(emulator: &Emulator, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
@@ -101,8 +130,9 @@ async fn snapshots(server: &Throwaway, mib: u32, n: usize, ui: Ui) -> Result<Vec
     ])
 }
 
-async fn forks(server: &Throwaway, count: usize, rounds: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
-    ui.note(&format!("forks of {count}: {rounds}"));
+/// `of` begins the rows' names.
+async fn forks(server: &Throwaway, of: &str, count: usize, rounds: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+    ui.note(&format!("{of}: {rounds}"));
     let client = &server.client;
     let (id, _) = create(client).await?;
     output_of(client, &id, &["/bin/echo", "ready"]).await?;
@@ -134,40 +164,39 @@ async fn forks(server: &Throwaway, count: usize, rounds: usize, ui: Ui) -> Resul
     client.kill(&id).await?;
     server.settle(0).await?;
     Ok(vec![
-        Measure::new(format!("fork of {count}: until each has answered"), "ms", answer),
-        Measure::new(format!("fork of {count}: to the last one's first output"), "ms", together),
-        Measure::new(format!("fork of {count}: the same, per child"), "ms", each),
-        Measure::new(format!("fork of {count}: private memory per child"), "MiB", memory),
+        Measure::new(format!("{of}: until each has answered"), "ms", answer),
+        Measure::new(format!("{of}: to the last one's first output"), "ms", together),
+        Measure::new(format!("{of}: the same, per child"), "ms", each),
+        Measure::new(format!("{of}: private memory per child"), "MiB", memory),
     ])
 }
 
-async fn tiers(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
-    ui.note(&format!("down and up again: {n} each"));
+/// `name`: how the rows call the tier.
+async fn tiers(server: &Throwaway, tier: &str, name: &str, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+    ui.note(&format!("into {name} and back: {n}"));
     let client = &server.client;
     let (id, _) = create(client).await?;
     output_of(client, &id, &["/bin/echo", "ready"]).await?;
-    let mut measures = Vec::new();
-    for (tier, name) in [("standby", "standby"), ("hibernated", "hibernation")] {
-        let (mut down, mut up, mut output) = (Samples::default(), Samples::default(), Samples::default());
-        for _ in 0..n {
-            time::sleep(PAUSE).await;
-            let begin = Instant::now();
-            client.change(&id, "pause", &json!({"tier": tier})).await?;
-            down.push(Ok::<_, Failure>(milliseconds(begin)));
-            time::sleep(PAUSE).await;
-            let begin = Instant::now();
-            client.change(&id, "resume", &json!({"lifetime_seconds": 600})).await?;
-            up.push(Ok::<_, Failure>(milliseconds(begin)));
-            output_of(client, &id, &["/bin/echo", "ready"]).await?;
-            output.push(Ok::<_, Failure>(milliseconds(begin)));
-        }
-        measures.push(Measure::new(format!("pause into {name}"), "ms", down));
-        measures.push(Measure::new(format!("resume from {name}"), "ms", up));
-        measures.push(Measure::new(format!("resume from {name} to first output"), "ms", output));
+    let (mut down, mut up, mut output) = (Samples::default(), Samples::default(), Samples::default());
+    for _ in 0..n {
+        server.quiet(1).await?;
+        let begin = Instant::now();
+        client.change(&id, "pause", &json!({"tier": tier})).await?;
+        down.push(Ok::<_, Failure>(milliseconds(begin)));
+        time::sleep(PAUSE).await;
+        let begin = Instant::now();
+        client.change(&id, "resume", &json!({"lifetime_seconds": 600})).await?;
+        up.push(Ok::<_, Failure>(milliseconds(begin)));
+        output_of(client, &id, &["/bin/echo", "ready"]).await?;
+        output.push(Ok::<_, Failure>(milliseconds(begin)));
     }
     client.kill(&id).await?;
     server.settle(0).await?;
-    Ok(measures)
+    Ok(vec![
+        Measure::new(format!("pause into {name}"), "ms", down),
+        Measure::new(format!("resume from {name}"), "ms", up),
+        Measure::new(format!("resume from {name}: to first output"), "ms", output),
+    ])
 }
 
 /// Forks of forks: each generation's fork, of which only the child lives on.
@@ -216,9 +245,7 @@ async fn standby(server: &Throwaway, ui: Ui) -> Result<Vec<Measure>, Failure> {
         time::sleep(STILL_FOR).await;
         let used = (server.cpu_seconds() - before) / begin.elapsed().as_secs_f64() * 100.0 / STILL as f64;
         measures.push(Measure::single(format!("{name}: processor"), "%", used));
-        let mut private = Samples::default();
-        server.memory().into_iter().for_each(|memory| private.push(memory.map(|(private, _)| private)));
-        measures.push(Measure::new(format!("{name}: private memory"), "MiB", private));
+        measures.push(private_memory(name, server.memory()));
     }
     for id in ids {
         client.kill(&id).await?;

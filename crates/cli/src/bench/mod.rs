@@ -6,6 +6,8 @@
 //!                            command and file round trips, transfers, memory of idle sandboxes
 //!                            one flow and first connections from a guest, through the gateway and without
 //!                            snapshots, forks, pauses and resumes, beside the bare emulator's own halts
+//! server with emulators      the same restores, forks and resumes where an emulator has been started ahead of need
+//!   that wait
 //! server with a pool         claim -> first output, first connection; creates per second at 1, 4, 16 in flight
 //! ```
 //!
@@ -39,9 +41,11 @@ mod server;
 use measure::Samples;
 use network::guest::{self, World};
 use report::{Host, Measure, Report};
-use server::{Shared, Throwaway};
+use server::{Kept, Shared, Throwaway};
 
 const POOL: usize = 4;
+/// Emulators that wait, where some do.
+const WAITING: usize = 8;
 /// Sandboxes whose memory is looked at.
 const IDLE_SANDBOXES: usize = 8;
 /// How long they are left alone before.
@@ -72,7 +76,7 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     let mut measures = if args.idle.is_none() { network::measure(ui).await? } else { Vec::new() };
     ui.note("starting a server without a pool (the first time this builds the base template)");
     let world = World::start()?;
-    let server = Throwaway::start(&shared, accel, 0, &world.arguments()).await?;
+    let server = Throwaway::start(&shared, accel, Kept::default(), &world.arguments()).await?;
     let host = Host::look(&server).await?;
     if let Some(count) = args.idle {
         let measured = crowd::measure(&server, count, n, ui).await;
@@ -81,10 +85,12 @@ pub(crate) async fn bench(common: &Common, args: Bench, ui: Ui) -> Result<u8, Fa
     }
     let outcome = without_pool(&server, n, ui, &mut measures).await;
     server.stop().await?;
-    let outcome = match outcome {
-        Ok(()) => with_pool(&shared, accel, &world, n, ui, &mut measures).await,
-        failed => failed,
+    let others = async {
+        outcome?;
+        with_waiting(&shared, accel, n, ui, &mut measures).await?;
+        with_pool(&shared, accel, &world, n, ui, &mut measures).await
     };
+    let outcome = others.await;
     // What was measured before something failed is worth telling.
     let code = tell(Report::new(host, n, measures), file.as_deref(), ui)?;
     outcome.map(|()| code)
@@ -95,14 +101,14 @@ async fn bench_e2b(shared: &Shared, accel: &str, python: &Path, n: usize, ui: Ui
     let has_code = e2b::packages(python).await?.have_code_interpreter();
     let kernels: &[_] = if has_code { &["--with", "code-interpreter"] } else { &[] };
     ui.note("starting a server without a pool (the first time this builds its templates)");
-    let server = Throwaway::start(shared, accel, 0, kernels).await?;
+    let server = Throwaway::start(shared, accel, Kept::default(), kernels).await?;
     let host = Host::look(&server).await?;
     let measured = e2b::measure(&server, python, n, ui).await;
     server.stop().await?;
     let mut measures = measured?;
     if has_code {
         ui.note("starting a server with a pool");
-        let server = Throwaway::start(shared, accel, 1, kernels).await?;
+        let server = Throwaway::start(shared, accel, Kept { machines: 1, emulators: 0 }, kernels).await?;
         // One of each template.
         let measured = e2b::measure_pooled(&server, python, 2, n, ui).await;
         server.stop().await?;
@@ -112,12 +118,30 @@ async fn bench_e2b(shared: &Shared, accel: &str, python: &Path, n: usize, ui: Ui
 }
 
 async fn without_pool(server: &Throwaway, n: usize, ui: Ui, measures: &mut Vec<Measure>) -> Result<(), Failure> {
-    measures.extend(restores(server, n, ui).await?);
+    measures.extend(restores(server, "restore", n, ui).await?);
     measures.extend(round_trips(server, n, ui).await?);
     measures.extend(guest::throughput(server, ui).await?);
     measures.extend(guest::first_connections(server, 0, n, ui).await?);
     measures.extend(idle_memory(server, ui).await?);
     lifecycle::measure(server, n, ui, measures).await
+}
+
+async fn with_waiting(
+    shared: &Shared,
+    accel: &'static str,
+    n: usize,
+    ui: Ui,
+    measures: &mut Vec<Measure>,
+) -> Result<(), Failure> {
+    ui.note("starting a server with emulators that wait");
+    let server = Throwaway::start(shared, accel, Kept { machines: 0, emulators: WAITING }, &[]).await?;
+    let stages = async {
+        measures.extend(restores(&server, "restore, an emulator waiting", n, ui).await?);
+        lifecycle::measure_waiting(&server, n, ui, measures).await
+    };
+    let outcome = stages.await;
+    server.stop().await?;
+    outcome
 }
 
 async fn with_pool(
@@ -129,7 +153,8 @@ async fn with_pool(
     measures: &mut Vec<Measure>,
 ) -> Result<(), Failure> {
     ui.note("starting a server with a pool");
-    let server = Throwaway::start(shared, accel, POOL, &world.arguments()).await?;
+    let kept = Kept { machines: POOL, emulators: 0 };
+    let server = Throwaway::start(shared, accel, kept, &world.arguments()).await?;
     let stages = async {
         measures.extend(claims(&server, n, ui).await?);
         measures.extend(guest::first_connections(&server, POOL, n, ui).await?);
@@ -156,8 +181,9 @@ fn push_start(start: Result<rounds::Start, Failure>, answer: &mut Samples, outpu
     output.push(start.map(|start| start.output));
 }
 
-async fn restores(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
-    ui.note(&format!("restores, ours and the bare emulator's in turn: {n} each"));
+/// `of` begins the rows' names.
+async fn restores(server: &Throwaway, of: &str, n: usize, ui: Ui) -> Result<Vec<Measure>, Failure> {
+    ui.note(&format!("{of}, ours and the bare emulator's in turn: {n} each"));
     let (mut answer, mut output) = (Samples::default(), Samples::default());
     let (mut bare_reply, mut bare_output) = (Samples::default(), Samples::default());
     let emulator = bare::Emulator::of(server).await?;
@@ -174,12 +200,12 @@ async fn restores(server: &Throwaway, n: usize, ui: Ui) -> Result<Vec<Measure>, 
     let answer_ratio = answer.median() / bare_reply.median();
     let output_ratio = output.median() / bare_output.median();
     Ok(vec![
-        Measure::new("restore", "ms", answer),
-        Measure::new("bare emulator: restore to first reply", "ms", bare_reply),
-        Measure::single("restore, ours / bare to first reply (medians)", "x", answer_ratio),
-        Measure::new("restore to first output", "ms", output),
-        Measure::new("bare emulator: restore to first output", "ms", bare_output),
-        Measure::single("restore to first output, ours / bare (medians)", "x", output_ratio),
+        Measure::new(of, "ms", answer),
+        Measure::new(format!("{of}: bare emulator to first reply"), "ms", bare_reply),
+        Measure::single(format!("{of}: ours / bare to first reply (medians)"), "x", answer_ratio),
+        Measure::new(format!("{of}: to first output"), "ms", output),
+        Measure::new(format!("{of}: bare emulator to first output"), "ms", bare_output),
+        Measure::single(format!("{of}: to first output, ours / bare (medians)"), "x", output_ratio),
     ])
 }
 

@@ -32,9 +32,19 @@ const POLL: Duration = Duration::from_millis(10);
 
 pub(super) struct Throwaway {
     child: Child,
+    kept: Kept,
     directory: TempDir,
     pub(super) client: Client,
     pub(super) accel: String,
+}
+
+/// What a server keeps ready.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Kept {
+    /// Machines in its pool.
+    pub(super) machines: usize,
+    /// The most emulators that wait.
+    pub(super) emulators: usize,
 }
 
 /// What the engine keeps of a machine, as far as it matters here.
@@ -43,6 +53,12 @@ struct MachineRecord {
     #[serde(default)]
     is_complete: bool,
     processes: Option<Processes>,
+}
+
+impl MachineRecord {
+    fn pid(&self) -> Option<i32> {
+        self.processes.as_ref().map(|processes| processes.emulator.pid)
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -103,7 +119,7 @@ fn copy_authority(from: &Path, to: &Path) -> Result<(), Failure> {
 
 impl Throwaway {
     /// `more`: further arguments of `stockade up`.
-    pub(super) async fn start(shared: &Shared, accel: &str, pool: usize, more: &[&str]) -> Result<Self, Failure> {
+    pub(super) async fn start(shared: &Shared, accel: &str, kept: Kept, more: &[&str]) -> Result<Self, Failure> {
         let directory =
             TempDir::with_prefix("stockade-bench-").map_err(|error| Failure::host("make a directory", error))?;
         let data_dir = directory.path().join("data");
@@ -119,7 +135,9 @@ impl Throwaway {
         command.args(["up", "--http", "127.0.0.1:0", "--https", "127.0.0.1:0", "--no-self-check", "--accel", accel]);
         command
             .arg("--pool")
-            .arg(pool.to_string())
+            .arg(kept.machines.to_string())
+            .arg("--spare-emulators")
+            .arg(kept.emulators.to_string())
             .arg("--data-dir")
             .arg(&data_dir)
             .arg("--template-cache")
@@ -130,7 +148,7 @@ impl Throwaway {
         let (child, ready) = wait_until_ready(child, &data_dir, &log).await?;
         shared.keep_authority(&data_dir)?;
         let client = Client::new(&ready.http_url, Secret::new(ready.read_key()?), None)?;
-        Ok(Self { child, directory, client, accel: ready.accel })
+        Ok(Self { child, kept, directory, client, accel: ready.accel })
     }
 
     pub(super) fn data_dir(&self) -> PathBuf {
@@ -144,22 +162,43 @@ impl Throwaway {
         Ok(e2b_variables(&ready, &ready.read_key()?))
     }
 
-    fn machines(&self) -> Vec<MachineRecord> {
+    /// Machines, and how many emulators wait for one.
+    fn machines(&self) -> (Vec<MachineRecord>, usize) {
+        let all = self.records();
+        let (machines, waiting): (Vec<_>, Vec<_>) = all.into_iter().partition(|record| record.is_complete);
+        (machines, waiting.len())
+    }
+
+    fn records(&self) -> Vec<MachineRecord> {
         let Ok(entries) = fs::read_dir(self.data_dir().join("machines")) else { return Vec::new() };
         let read = |path: PathBuf| serde_json::from_slice(&fs::read(path.join("machine.json")).ok()?).ok();
         entries.filter_map(|entry| read(entry.ok()?.path())).collect()
     }
 
-    /// Waits until exactly this many machines are there and complete: the pool is full and the killed are gone.
+    /// Waits until exactly this many machines are there and complete: the pool is full and the killed are gone. And
+    /// until there is nothing more to be started ahead of need.
     pub(super) async fn settle(&self, machines: usize) -> Result<(), Failure> {
+        /// Emulators are started when nothing else has been for a second.
+        const STILL: Duration = Duration::from_millis(1500);
         let deadline = Instant::now() + Duration::from_secs(60);
+        let (mut seen, mut since) = (None, Instant::now());
         loop {
-            let records = self.machines();
-            if records.len() == machines && records.iter().all(|record| record.is_complete) {
+            let (all, waiting) = self.machines();
+            if seen != Some(waiting) {
+                (seen, since) = (Some(waiting), Instant::now());
+            }
+            let has_emulators = match self.kept.emulators {
+                0 => waiting == 0,
+                _ => since.elapsed() >= STILL,
+            };
+            if all.len() == machines && has_emulators {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                let message = format!("the server has {} machines after a minute, {machines} expected", records.len());
+                let all = all.len();
+                let message = format!(
+                    "the server has {all} machines after a minute and {waiting} that are not, {machines} expected"
+                );
                 return Err(Failure::new("bench_unsettled", message));
             }
             time::sleep(POLL).await;
@@ -173,10 +212,10 @@ impl Throwaway {
         let deadline = Instant::now() + Duration::from_secs(120);
         let (mut seen, mut since) = (usize::MAX, Instant::now());
         loop {
-            let records = self.machines();
-            let is_full = records.len() >= least && records.iter().all(|record| record.is_complete);
-            if !is_full || records.len() != seen {
-                (seen, since) = (records.len(), Instant::now());
+            let (machines, waiting) = self.machines();
+            let is_full = machines.len() >= least && waiting == 0;
+            if !is_full || machines.len() != seen {
+                (seen, since) = (machines.len(), Instant::now());
             } else if since.elapsed() >= STILL {
                 return Ok(());
             }
@@ -205,18 +244,20 @@ impl Throwaway {
         Ok(())
     }
 
-    /// Private and proportional memory of each emulator, in MiB.
+    /// Private and proportional memory of each machine's emulator, in MiB.
     pub(super) fn memory(&self) -> Vec<Result<(f64, f64), String>> {
-        let pids =
-            self.machines().into_iter().filter_map(|record| record.processes).map(|processes| processes.emulator.pid);
-        pids.map(memory_of).collect()
+        self.machines().0.iter().filter_map(MachineRecord::pid).map(memory_of).collect()
+    }
+
+    /// The same of the emulators that wait.
+    pub(super) fn memory_of_waiting(&self) -> Vec<Result<(f64, f64), String>> {
+        let waiting = self.records().into_iter().filter(|record| !record.is_complete);
+        waiting.filter_map(|record| record.pid()).map(memory_of).collect()
     }
 
     /// Processor time all machines have used, in seconds.
     pub(super) fn cpu_seconds(&self) -> f64 {
-        let pids =
-            self.machines().into_iter().filter_map(|record| record.processes).map(|processes| processes.emulator.pid);
-        pids.filter_map(cpu_seconds_of).sum()
+        self.machines().0.iter().filter_map(MachineRecord::pid).filter_map(cpu_seconds_of).sum()
     }
 
     /// Ends the sandboxes, then the server: its machines would outlive it.

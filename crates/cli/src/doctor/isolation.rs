@@ -33,7 +33,7 @@ pub(super) async fn kvm(data_dir: &Path) -> Check {
         Ok(place) => place,
         Err(error) => return Check::warn(NAME, format!("cannot be tried: {error}"), "free some space in /tmp"),
     };
-    match engine::open(place.path(), &kernel_dir, Accel::Kvm).await {
+    match engine::open(place.path(), &kernel_dir, Accel::Kvm, 0).await {
         Ok(_) => Check::ok(NAME, "a guest's kernel runs on it"),
         Err(failure) => {
             let finding = format!("{failure}; {SLOWER}");

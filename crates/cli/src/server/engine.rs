@@ -15,9 +15,16 @@ use crate::{
 /// Code of what this host cannot do, however often it is tried.
 pub(crate) const UNSUPPORTED: &str = "host_unsupported";
 
-/// The QEMU engine with its machines in `data_dir`, booting what is in `kernel_dir`.
-pub(crate) async fn open(data_dir: &Path, kernel_dir: &Path, accel: Accel) -> Result<Arc<QemuEngine>, Failure> {
+/// The QEMU engine with its machines in `data_dir`, booting what is in `kernel_dir`; at most `spares` emulators of a
+/// template wait for a machine.
+pub(crate) async fn open(
+    data_dir: &Path,
+    kernel_dir: &Path,
+    accel: Accel,
+    spares: usize,
+) -> Result<Arc<QemuEngine>, Failure> {
     let mut config = QemuConfig::new(data_dir, kernel_dir.join("vmlinuz"), kernel_dir.join("initramfs"));
+    config.limits.spare_emulators = spares;
     config.accelerator = match accel {
         Accel::Auto => AcceleratorChoice::Auto,
         Accel::Kvm => AcceleratorChoice::Kvm,

@@ -117,7 +117,7 @@ async fn prepare(
     let boot = images.boot_files(GUEST_AGENT, &display).await.map_err(template::image_failure)?;
     boot.install(&data_dir.join("kernel")).await.map_err(template::image_failure)?;
     display.begin("starting the engine");
-    let engine = engine::open(data_dir.path(), &data_dir.join("kernel"), args.accel).await?;
+    let engine = engine::open(data_dir.path(), &data_dir.join("kernel"), args.accel, args.spare_emulators).await?;
     let info = engine.info();
     let service = start_service(data_dir, engine.clone(), args, kept).await?;
     let workshop = template::Workshop {

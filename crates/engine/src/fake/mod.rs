@@ -31,7 +31,7 @@ use std::{
 use async_trait::async_trait;
 use stockade_model::{Accelerator, IsolationClass, MachineId, MachineShape};
 
-use crate::{Engine, EngineError, EngineInfo, Machine, Progress, SnapshotReport, SnapshotScope, TemplateBoot};
+use crate::{Engine, EngineError, EngineInfo, Machine, Progress, SnapshotReport, SnapshotScope, TemplateBoot, Urgency};
 use machine::FakeMachine;
 
 const MARKER: &str = "fake-template";
@@ -76,7 +76,12 @@ impl Engine for FakeEngine {
         tokio::fs::write(boot.directory.join(MARKER), "").await.map_err(EngineError::host(action()))
     }
 
-    async fn start(&self, machine: &MachineId, template: &Path) -> Result<Arc<dyn Machine>, EngineError> {
+    async fn start(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        _urgency: Urgency,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
         self.check_template(template).await?;
         self.host.script().pass(Step::Start, Moment::Before).await?;
         let process = self.host.spawn(machine)?;
@@ -110,6 +115,7 @@ impl Engine for FakeEngine {
         machine: &MachineId,
         template: &Path,
         snapshot: &Path,
+        _urgency: Urgency,
     ) -> Result<Arc<dyn Machine>, EngineError> {
         let report = self.check_snapshot(template, snapshot).await?;
         self.host.script().pass(Step::Restore, Moment::Before).await?;
@@ -134,7 +140,7 @@ impl Engine for FakeEngine {
         template: &Path,
         snapshot: &Path,
     ) -> Result<Arc<dyn Machine>, EngineError> {
-        let machine = self.start_from_snapshot(machine, template, snapshot).await?;
+        let machine = self.start_from_snapshot(machine, template, snapshot, Urgency::Awaited).await?;
         if let Some(process) = self.host.process(machine.id()) {
             process.is_running.store(true, Ordering::SeqCst);
         }

@@ -28,9 +28,9 @@ use super::{
     Host, Limits, agent, command_line,
     command_line::{Layer, MachineArguments, Origin, RootDisk, TEMPLATE_NODE},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, Manifest, ROOT},
+    memories::Memories,
     network,
     qmp::Qmp,
-    restore::Memories,
     template::{migrate, set_capabilities},
 };
 use crate::{EngineError, GuestClient};
@@ -57,8 +57,8 @@ pub struct BareMachine {
     begun: Instant,
     restore: Duration,
     directory: TempDir,
-    /// Held open: the emulator was given them.
-    _given: (File, UnixListener),
+    /// Held open: the emulator was given it.
+    _link: UnixListener,
 }
 
 impl BareMachine {
@@ -87,7 +87,7 @@ impl BareMachine {
     /// Runs a first command through the agent and ends. From the start of the emulator's process to the command's
     /// first output: what a restored machine needs until it is of use, with nothing of ours but the agent.
     pub(crate) async fn first_output(self) -> Result<Duration, EngineError> {
-        let Self { mut child, agent, limits, begun, directory, _given, .. } = self;
+        let Self { mut child, agent, limits, begun, directory, _link, .. } = self;
         let guest = GuestClient::open(agent, limits.guest_patience).await?;
         let echo = ["/bin/echo", "ready"].map(str::to_owned);
         let request = StartRequest::new(GuestCommand::Argv(echo.into()));
@@ -100,7 +100,7 @@ impl BareMachine {
             }
         }
         child.kill().await.map_err(EngineError::host("end the emulator"))?;
-        drop((directory, _given));
+        drop((directory, _link));
         let silent = || EngineError::GuestSilent { waited: begun.elapsed(), console: String::new() };
         first.ok_or_else(silent)
     }
@@ -134,9 +134,8 @@ pub(crate) async fn start(host: &Arc<Host>, memories: &Memories, template: &Path
         async move { stream.await.map_err(EngineError::host("connect to the emulator")) }
     };
     let (control, link, console, network) = (bind("control")?, bind("link")?, bind("console")?, bind("network")?);
-    let files = [&state, memory.file()].map(AsRawFd::as_raw_fd);
     let sockets = [&control, &link, &console, &network].map(AsRawFd::as_raw_fd);
-    let inherited: Vec<_> = files.into_iter().chain(sockets).collect();
+    let inherited: Vec<_> = sockets.into_iter().chain([memory.file().as_raw_fd()]).collect();
     let text = |path: &Path| path.display().to_string();
     let disk = RootDisk {
         lower: vec![Layer {
@@ -157,7 +156,7 @@ pub(crate) async fn start(host: &Arc<Host>, memories: &Memories, template: &Path
         link: link.as_raw_fd(),
         console: console.as_raw_fd(),
         network: network.as_raw_fd(),
-        origin: Origin::Template,
+        origin: Origin::Saved,
         seccomp: false,
     });
     let mut command = Command::new(&host.emulator);
@@ -182,21 +181,11 @@ pub(crate) async fn start(host: &Arc<Host>, memories: &Memories, template: &Path
     network::listening(&network, limits.restore_patience).await?;
     drop(network);
     set_capabilities(&qmp, limits.command_patience).await?;
-    let uri = format!("fd:{}", state.as_raw_fd());
-    migrate(&qmp, "migrate-incoming", json!({ "uri": uri }), limits.restore_patience).await?;
+    migrate(&qmp, "migrate-incoming", &state, limits).await?;
     qmp.run("cont", json!({}), limits.command_patience).await?;
     let mut stream = connect("link").await?;
     agent::hello(&mut stream, limits.guest_patience).await?;
     let restore = begin.elapsed();
     let limits = limits.clone();
-    Ok(BareMachine {
-        child,
-        control: qmp,
-        agent: stream,
-        limits,
-        begun: begin,
-        restore,
-        directory,
-        _given: (state, link),
-    })
+    Ok(BareMachine { child, control: qmp, agent: stream, limits, begun: begin, restore, directory, _link: link })
 }

@@ -82,11 +82,9 @@ pub(crate) enum Origin<'a> {
         /// Writes to memory go to the memory file; else they stay private.
         keeps_memory: bool,
     },
-    /// From a template, loaded on command; writes to memory stay private. The kernel is in memory already.
-    Template,
-    /// From a snapshot of a running machine; as from a template, but what describes the machine itself was
-    /// not written.
-    Snapshot,
+    /// From what a template or a snapshot keeps, loaded on command; writes to memory stay private. The kernel is in
+    /// memory already.
+    Saved,
 }
 
 /// The layers of a root disk, the lowest first.
@@ -114,10 +112,7 @@ impl RootDisk {
     pub(crate) fn of_machine(chain: &DiskChain) -> Self {
         let layer = |node: String, path: String| Layer { node, path, raw_below: None };
         let template = layer(TEMPLATE_NODE.to_owned(), format!("{TEMPLATE_DIR}/{DISK}"));
-        let frozen = chain
-            .frozen
-            .iter()
-            .map(|frozen| layer(frozen.id.node(), format!("{LAYERS_DIR}/{}", frozen.id.file_name())));
+        let frozen = chain.frozen.iter().map(|frozen| layer(frozen.id.node(), frozen_layer_path(&frozen.id)));
         let lower = std::iter::once(template).chain(frozen).collect();
         Self { lower, top: layer(chain.own.node(), own_layer_path(&chain.own)) }
     }
@@ -127,6 +122,11 @@ impl RootDisk {
         let top = Layer { node: TEMPLATE_NODE.to_owned(), path: path.to_owned(), raw_below: None };
         Self { lower: Vec::new(), top }
     }
+}
+
+/// Where a layer that is not written to any more is in the jail.
+pub(crate) fn frozen_layer_path(layer: &LayerId) -> String {
+    format!("{LAYERS_DIR}/{}", layer.file_name())
 }
 
 /// Where the layer a machine writes to is in the jail.
@@ -199,14 +199,15 @@ pub(crate) fn arguments(machine: &MachineArguments<'_>) -> Vec<String> {
 
     add(&["-chardev", &format!("socket,id=control,fd={},server=on,wait=off", machine.control)]);
     add(&["-mon", "chardev=control,mode=control"]);
+    // What describes the machine as a whole is in its manifest; a snapshot's devices are written without it.
+    add(&["-global", "migration.send-configuration=off"]);
 
     match machine.origin {
         Origin::Boot { kernel_command_line, .. } => {
             add(&["-kernel", &format!("{BOOT_DIR}/{KERNEL}"), "-initrd", &format!("{BOOT_DIR}/{INITRAMFS}")]);
             add(&["-append", kernel_command_line]);
         }
-        Origin::Template => add(&["-S", "-incoming", "defer"]),
-        Origin::Snapshot => add(&["-S", "-incoming", "defer", "-global", "migration.send-configuration=off"]),
+        Origin::Saved => add(&["-S", "-incoming", "defer"]),
     }
     if machine.seccomp {
         add(&["-sandbox", SANDBOX]);
@@ -329,8 +330,7 @@ mod tests {
             devices.map(str::to_owned).collect()
         };
         let booted = devices(Origin::Boot { kernel_command_line: "console=ttyS0", keeps_memory: true });
-        assert_eq!(booted, devices(Origin::Template));
-        assert_eq!(booted, devices(Origin::Snapshot));
+        assert_eq!(booted, devices(Origin::Saved));
         assert!(booted.len() <= 8, "microvm has 8 slots");
     }
 
@@ -339,14 +339,14 @@ mod tests {
         let memory = |list: Vec<String>| list.into_iter().find(|word| word.starts_with("memory-backend-file"));
         let boot = |keeps_memory| Origin::Boot { kernel_command_line: "", keeps_memory };
         assert!(memory(example(boot(true))).expect("has memory").ends_with("share=on"));
-        for origin in [boot(false), Origin::Template, Origin::Snapshot] {
+        for origin in [boot(false), Origin::Saved] {
             assert!(memory(example(origin)).expect("has memory").ends_with("share=off"));
         }
     }
 
     #[test]
     fn no_device_can_punch_holes_into_shared_memory() {
-        for word in example(Origin::Snapshot) {
+        for word in example(Origin::Saved) {
             assert!(!word.contains("balloon") && !word.contains("virtio-mem"), "{word}");
         }
     }

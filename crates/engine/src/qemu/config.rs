@@ -89,6 +89,8 @@ pub struct Limits {
     /// What all snapshots that are being taken may hold in memory together, in MiB; others are written to
     /// their files while the machine stands still, which takes longer.
     pub snapshot_buffers_mib: u32,
+    /// The most emulators that wait for a machine, of each template that machines are started from; see spares.rs.
+    pub spare_emulators: usize,
     /// Processes and threads of one emulator.
     pub processes: u64,
     /// Processor time of the emulator's own work, in hundredths of a processor, over that of its guest.
@@ -110,6 +112,7 @@ impl Default for Limits {
             reserve_mib: 256,
             disk_reserve_mib: 512,
             snapshot_buffers_mib: 512,
+            spare_emulators: 0,
             processes: 128,
             cpu_margin_percent: 50,
             command_patience: Duration::from_secs(30),
@@ -185,7 +188,7 @@ pub(crate) async fn prepare(config: QemuConfig) -> Result<Host, EngineError> {
             initramfs_digest: digest(&initramfs)?,
             tsc_khz: None,
         },
-        booting: Mutex::default(),
+        own: Mutex::default(),
         snapshot_buffers: Arc::new(Semaphore::new(config.limits.snapshot_buffers_mib as usize)),
         limits: config.limits,
         checked_files: CheckedFiles::default(),

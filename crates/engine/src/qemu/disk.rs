@@ -6,9 +6,9 @@ use serde_json::{Value, json};
 
 use super::{
     Host,
-    command_line::{ROOT_DEVICE, TEMPLATE_NODE, own_layer_path},
+    command_line::{ROOT_DEVICE, TEMPLATE_NODE, frozen_layer_path, own_layer_path},
     config::joined,
-    layers::{Frozen, FrozenLayer, LayerId, MOST_FROZEN, merge_from},
+    layers::{DiskChain, Frozen, FrozenLayer, LayerId, MOST_FROZEN, merge_from},
     machine::Inner,
     machine_dir::{MachineDir, Record, remove_tree},
     memory,
@@ -169,11 +169,7 @@ pub(crate) async fn add_next(inner: &Inner, empty: &Path) -> Result<LayerId, Eng
             File::open(directory.layer(&below))?.sync_data()
         };
         joined(tokio::task::spawn_blocking(work).await).map_err(EngineError::host("make a disk layer"))?;
-        let file = json!({ "driver": "file", "filename": own_layer_path(&next), "discard": "unmap" });
-        let node = json!({
-            "driver": "qcow2", "node-name": next.node(), "discard": "unmap", "file": file, "backing": null
-        });
-        inner.command("blockdev-add", node).await
+        inner.command("blockdev-add", own_layer(&next, Value::Null)).await
     };
     match added.await {
         Ok(_) => Ok(next),
@@ -182,6 +178,27 @@ pub(crate) async fn add_next(inner: &Inner, empty: &Path) -> Result<LayerId, Eng
             Err(error)
         }
     }
+}
+
+/// Opens a snapshot's layers and puts them between the template and the machine's own layer, which nothing has been
+/// read from or written to.
+pub(crate) async fn put_below(qmp: &Qmp, disk: &DiskChain, patience: Duration) -> Result<(), EngineError> {
+    let mut below = json!(TEMPLATE_NODE);
+    for layer in &disk.frozen {
+        let file = json!({ "driver": "file", "filename": frozen_layer_path(&layer.id) });
+        let node = layer.id.node();
+        below = json!({ "driver": "qcow2", "node-name": node, "read-only": true, "file": file, "backing": below });
+    }
+    let Some(highest) = disk.frozen.last() else { return Ok(()) };
+    qmp.run("blockdev-add", below, patience).await?;
+    let options = own_layer(&disk.own, json!(highest.id.node()));
+    qmp.run("blockdev-reopen", json!({ "options": [options] }), patience).await.map(drop)
+}
+
+/// The node of a layer that a machine writes to.
+fn own_layer(id: &LayerId, backing: Value) -> Value {
+    let file = json!({ "driver": "file", "filename": own_layer_path(id), "discard": "unmap" });
+    json!({ "driver": "qcow2", "node-name": id.node(), "discard": "unmap", "file": file, "backing": backing })
 }
 
 /// From here on the machine writes to `next`.

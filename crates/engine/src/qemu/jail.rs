@@ -34,6 +34,12 @@ pub(crate) struct Mount {
     pub(crate) is_writable: bool,
 }
 
+impl Mount {
+    pub(crate) fn new(source: PathBuf, target: &str, is_writable: bool) -> Self {
+        Self { source, target: target.to_owned(), is_writable }
+    }
+}
+
 /// A program to be run in a jail.
 #[derive(Debug)]
 pub(crate) struct Jail<'a> {

@@ -21,14 +21,14 @@ use tokio::{
 
 use super::{
     Host,
-    cgroup::Cgroup,
     command_line::{self, MachineArguments, Origin, RootDisk},
     config::joined,
     jail::{Jail, Mount, ProcessLimits},
-    machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, NETWORK, Processes},
+    machine_dir::{CONSOLE, CONTROL, LINK, MachineDir, NETWORK, Processes, Record},
     network,
     process::ProcessId,
     qmp::Qmp,
+    remains::Undo,
     tail::Tail,
 };
 use crate::EngineError;
@@ -47,7 +47,6 @@ const OPEN_FILES: u64 = 256;
 /// What to start.
 #[derive(Debug)]
 pub(crate) struct Launch<'a> {
-    pub(crate) name: &'a str,
     pub(crate) directory: &'a MachineDir,
     pub(crate) shape: MachineShape,
     pub(crate) accelerator: Accelerator,
@@ -57,9 +56,6 @@ pub(crate) struct Launch<'a> {
     pub(crate) mounts: Vec<Mount>,
     /// Guest memory.
     pub(crate) memory: &'a File,
-    /// The file device state is read from, to be inherited under its number.
-    pub(crate) device_state: Option<&'a File>,
-    pub(crate) cgroup: &'a Cgroup,
     /// How long the emulator may take until it answers.
     pub(crate) patience: Duration,
 }
@@ -78,19 +74,17 @@ pub(crate) struct Launched {
 }
 
 impl Launch<'_> {
-    /// Starts it. On failure nothing of it runs once `cgroup` and the processes named to `started` are ended.
-    pub(crate) async fn run(
-        &self,
-        host: &Host,
-        mut started: impl FnMut(Processes) -> Result<(), EngineError>,
-    ) -> Result<Launched, EngineError> {
+    /// Starts it in the record's control group, under the name that goes with it. Its processes are in the record, and
+    /// among what is to be undone, before they do anything: on failure nothing of it runs once that has been.
+    pub(crate) async fn run(&self, host: &Host, record: &mut Record, undo: &mut Undo) -> Result<Launched, EngineError> {
         let begin = Instant::now();
+        let name = host.name_of(record.emulator());
         let bind = |name| self.directory.bind(name).map_err(EngineError::host(format!("bind {name}")));
         let (control, link, console, network) = (bind(CONTROL)?, bind(LINK)?, bind(CONSOLE)?, bind(NETWORK)?);
         let (info_read, info_write) =
             nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| host_error("make a pipe", error))?;
         let arguments = command_line::arguments(&MachineArguments {
-            name: self.name,
+            name: &name,
             shape: self.shape,
             accelerator: self.accelerator,
             disk: self.disk,
@@ -113,7 +107,6 @@ impl Launch<'_> {
                 .map(AsRawFd::as_raw_fd)
                 .into_iter()
                 .chain([self.memory.as_raw_fd()])
-                .chain(self.device_state.map(AsRawFd::as_raw_fd))
                 .collect(),
             limits: ProcessLimits {
                 address_space_bytes: (self.shape.memory_mib << 20) + ADDRESS_SPACE_MARGIN,
@@ -145,10 +138,12 @@ impl Launch<'_> {
             drop((control, link, console));
             let emulator = read_emulator_id(info_read, self.patience).await?;
             let processes = Processes { bubblewrap, emulator };
-            started(processes)?;
+            undo.update(|remains| remains.processes = vec![processes.emulator, processes.bubblewrap]);
+            record.processes = Some(processes);
+            self.directory.write_record(record).map_err(EngineError::host("write the machine's record"))?;
             let jailed = begin.elapsed();
             // While the emulator gets ready: joining a group can take as long as that. No guest runs yet.
-            let (group, pids) = (self.cgroup.clone(), [bubblewrap.pid, emulator.pid]);
+            let (group, pids) = (record.cgroup.clone(), [bubblewrap.pid, emulator.pid]);
             let join = tokio::task::spawn_blocking(move || group.join(&pids));
             let qmp = Qmp::open(stream, self.patience).await?;
             network::listening(&network, self.patience).await?;
@@ -156,7 +151,7 @@ impl Launch<'_> {
             let answered = begin.elapsed();
             joined(join.await).map_err(EngineError::host("put the emulator into its control group"))?;
             tracing::debug!(
-                machine = self.name,
+                name,
                 spawn_ms = millis(spawned),
                 jail_ms = millis(jailed - spawned),
                 emulator_ms = millis(answered - jailed),

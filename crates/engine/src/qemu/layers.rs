@@ -151,10 +151,12 @@ pub(crate) fn merge_from(bytes: &[u64]) -> usize {
 pub(crate) fn create(empty: &Path, path: &Path, below: Option<&LayerId>) -> io::Result<()> {
     fs::copy(empty, path)?;
     memory::set_mode(path, 0o600)?;
-    if let Some(below) = below {
-        name_backing(&fs::OpenOptions::new().read(true).write(true).open(path)?, &below.file_name())?;
-    }
-    Ok(())
+    below.map_or(Ok(()), |below| name_below(path, below))
+}
+
+/// Writes into an empty layer what lies below it.
+pub(crate) fn name_below(path: &Path, below: &LayerId) -> io::Result<()> {
+    name_backing(&fs::OpenOptions::new().read(true).write(true).open(path)?, &below.file_name())
 }
 
 /// Writes another name of the layer below into a qcow2 header.

@@ -35,6 +35,7 @@ use super::{
     qmp::{CLOSED, Qmp},
     remains::Remains,
     snapshot,
+    snapshot_dir::Keeping,
     tail::Tail,
     usage,
 };
@@ -146,6 +147,18 @@ impl QemuMachine {
     /// The emulator is gone.
     pub fn connect_link(&self) -> Result<UnixStream, EngineError> {
         self.inner.connect_link()
+    }
+
+    async fn take_snapshot(
+        &self,
+        directory: &Path,
+        scope: SnapshotScope,
+        keeping: Keeping,
+    ) -> Result<SnapshotReport, EngineError> {
+        let (inner, directory) = (self.inner.clone(), directory.to_owned());
+        // A task of its own: given up half-way, the machine would stay halted.
+        let task = tokio::spawn(async move { snapshot::take(&inner, &directory, scope, keeping).await });
+        task.await.map_err(|error| EngineError::host("take a snapshot")(std::io::Error::other(error)))?
     }
 
     /// Process id of the emulator, as this host sees it.
@@ -326,10 +339,11 @@ impl Machine for QemuMachine {
     }
 
     async fn snapshot(&self, directory: &Path, scope: SnapshotScope) -> Result<SnapshotReport, EngineError> {
-        let (inner, directory) = (self.inner.clone(), directory.to_owned());
-        // A task of its own: given up half-way, the machine would stay halted.
-        let task = tokio::spawn(async move { snapshot::take(&inner, &directory, scope).await });
-        task.await.map_err(|error| EngineError::host("take a snapshot")(std::io::Error::other(error)))?
+        self.take_snapshot(directory, scope, Keeping::Durable).await
+    }
+
+    async fn snapshot_for_forks(&self, directory: &Path) -> Result<SnapshotReport, EngineError> {
+        self.take_snapshot(directory, SnapshotScope::MemoryAndDisk, Keeping::Passing).await
     }
 
     async fn kill(&self) -> Result<(), EngineError> {
@@ -338,7 +352,7 @@ impl Machine for QemuMachine {
             session.close();
         }
         let inner = &self.inner;
-        let remains = Remains::of_record(inner.directory.clone(), &inner.record(), &inner.host.boot_id);
+        let remains = Remains::of_record(&inner.host, inner.directory.clone(), &inner.record());
         remains.remove().await?;
         self.exited().await;
         Ok(())

@@ -32,6 +32,7 @@ use stockade_model::MachineId;
 use tokio::net::UnixStream;
 
 use super::{
+    Host,
     cgroup::Cgroup,
     command_line,
     jail::NOBODY,
@@ -56,6 +57,10 @@ const RECORD: &str = "machine.json";
 pub(crate) struct Record {
     /// The machine.
     pub(crate) machine: MachineId,
+    /// Whose name its processes and its control group carry, where that is not the machine's: its emulator was started
+    /// before it was known for which.
+    #[serde(default)]
+    pub(crate) emulator: Option<MachineId>,
     /// The host's boot it runs in.
     pub(crate) boot_id: String,
     /// The template it comes from.
@@ -74,6 +79,30 @@ pub(crate) struct Record {
     pub(crate) disk: Option<DiskChain>,
     /// What its memory's shared pages are those of.
     pub(crate) memory: MemoryBase,
+}
+
+impl Record {
+    /// Of a machine that is to be started.
+    pub(crate) fn new(host: &Host, machine: &MachineId, template: PathBuf) -> Self {
+        Self {
+            machine: machine.clone(),
+            emulator: None,
+            boot_id: host.boot_id.clone(),
+            template,
+            unfinished_template: None,
+            cgroup: host.cgroups.name(machine.as_str()),
+            processes: None,
+            memory_fd: -1,
+            is_complete: false,
+            disk: None,
+            memory: MemoryBase::default(),
+        }
+    }
+
+    /// Whose name its processes and its control group carry.
+    pub(crate) fn emulator(&self) -> &MachineId {
+        self.emulator.as_ref().unwrap_or(&self.machine)
+    }
 }
 
 /// What a machine's memory is made of besides its own pages.
@@ -135,6 +164,14 @@ impl MachineDir {
         memory::set_mode(&self.layers_dir(), 0o755)
     }
 
+    /// Makes it another machine's, which must have none.
+    pub(crate) fn rename(&self, other: &Self) -> io::Result<()> {
+        if other.path.exists() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        fs::rename(&self.path, &other.path)
+    }
+
     /// The directory itself.
     pub(crate) fn path(&self) -> &Path {
         &self.path
@@ -166,6 +203,14 @@ impl MachineDir {
         layers::create(empty, &path, below)?;
         give_to_nobody(&path)?;
         fs::hard_link(path, self.disk_dir().join(id.file_name()))
+    }
+
+    /// Writes into the machine's own layer, which nothing has been written to, what lies below it.
+    pub(crate) fn name_below(&self, disk: &DiskChain) -> io::Result<()> {
+        match disk.frozen.last() {
+            Some(below) => layers::name_below(&self.layer(&disk.own), &below.id),
+            None => Ok(()),
+        }
     }
 
     /// Takes the right to change a layer away from everyone.

@@ -8,8 +8,9 @@
 //!              checked_files.rs what need not be checked again
 //! machine.rs   one machine in our hands; link_gate.rs its link; network.rs its NIC; usage.rs what it holds; remains.rs ends it;
 //!              no_room.rs a full host disk
+//! emulator.rs  one that is ready for a machine; spares.rs those that wait for one
 //! launch.rs    one emulator: command_line.rs inside jail.rs (runtime_root.rs: all it sees) in cgroup.rs
-//! qmp.rs       its control channel; tail.rs its console; process.rs its process; memory.rs its memory
+//! qmp.rs       its control channel; tail.rs its console; process.rs its process; memory.rs, memories.rs its memory
 //! probe.rs     whether KVM really works here
 //! ```
 
@@ -32,6 +33,7 @@ mod clock;
 mod command_line;
 mod config;
 mod disk;
+mod emulator;
 mod images;
 mod jail;
 #[cfg(test)]
@@ -42,6 +44,7 @@ mod link_gate;
 mod machine;
 mod machine_dir;
 mod manifest;
+mod memories;
 mod memory;
 mod network;
 mod no_room;
@@ -56,6 +59,7 @@ mod restore;
 mod runtime_root;
 mod snapshot;
 mod snapshot_dir;
+mod spares;
 mod tail;
 mod template;
 mod usage;
@@ -65,14 +69,18 @@ pub use config::{AcceleratorChoice, Limits, QemuConfig};
 pub use machine::QemuMachine;
 pub use probe::KvmVerdict;
 
-use self::snapshot_dir::SnapshotManifest;
-use crate::{Engine, EngineError, EngineInfo, Machine, Progress, SnapshotReport, TemplateBoot};
+use self::{
+    restore::{Stock, Take},
+    snapshot_dir::SnapshotManifest,
+};
+use crate::{Engine, EngineError, EngineInfo, Machine, Progress, SnapshotReport, TemplateBoot, Urgency};
 
 /// The QEMU engine.
 pub struct QemuEngine {
     host: Arc<Host>,
-    memories: restore::Memories,
+    memories: memories::Memories,
     images: images::Images,
+    spares: spares::Spares,
 }
 
 /// What all machines of this engine share.
@@ -94,8 +102,8 @@ pub(crate) struct Host {
     pub(crate) boot_id: String,
     pub(crate) needs: manifest::Needs,
     pub(crate) limits: Limits,
-    /// Machines that templates are being booted on; no record outside the engine names them.
-    pub(crate) booting: Mutex<BTreeSet<MachineId>>,
+    /// Machines that no record outside the engine names: those that templates are booted on, emulators that wait.
+    pub(crate) own: Mutex<BTreeSet<MachineId>>,
     /// Memory, in MiB, that snapshots may take together while they are taken.
     pub(crate) snapshot_buffers: Arc<Semaphore>,
     pub(crate) checked_files: checked_files::CheckedFiles,
@@ -122,7 +130,9 @@ impl QemuEngine {
                  process only; run the server as root or delegate a control group to it"
             );
         }
-        Ok(Self { host: Arc::new(host), memories: restore::Memories::default(), images: images::Images::default() })
+        let host = Arc::new(host);
+        let spares = spares::Spares::new(&host, host.limits.spare_emulators);
+        Ok(Self { host, memories: memories::Memories::default(), images: images::Images::default(), spares })
     }
 
     /// Restores a machine as a bare emulator would: no jail, no control group, nothing of ours around it.
@@ -158,7 +168,7 @@ impl QemuEngine {
     /// # Errors
     /// As for [`Engine::start`].
     pub async fn start_machine(&self, machine: &MachineId, template: &Path) -> Result<QemuMachine, EngineError> {
-        restore::start(&self.host, &self.memories, machine, template).await
+        restore::start(self.stock(), machine, template, Urgency::Awaited).await
     }
 
     /// As [`Engine::start_from_snapshot`], with the driver's own type.
@@ -171,7 +181,8 @@ impl QemuEngine {
         template: &Path,
         snapshot: &Path,
     ) -> Result<QemuMachine, EngineError> {
-        self.start_taking(machine, template, snapshot, restore::Take::All).await
+        let from = (template, snapshot);
+        restore::start_from_snapshot(self.stock(), machine, from, Take::All, Urgency::Awaited).await
     }
 
     /// As [`Engine::boot_from_snapshot`], with the driver's own type.
@@ -184,18 +195,17 @@ impl QemuEngine {
         template: &Path,
         snapshot: &Path,
     ) -> Result<QemuMachine, EngineError> {
-        self.start_taking(machine, template, snapshot, restore::Take::Disk).await
+        let from = (template, snapshot);
+        restore::start_from_snapshot(self.stock(), machine, from, Take::Disk, Urgency::Awaited).await
     }
 
-    async fn start_taking(
-        &self,
-        machine: &MachineId,
-        template: &Path,
-        snapshot: &Path,
-        take: restore::Take,
-    ) -> Result<QemuMachine, EngineError> {
-        let (host, memories, images) = (&self.host, &self.memories, &self.images);
-        restore::start_from_snapshot(host, memories, images, machine, (template, snapshot), take).await
+    /// How many emulators wait for a machine.
+    pub fn spare_emulators(&self) -> usize {
+        self.spares.waiting()
+    }
+
+    fn stock(&self) -> Stock<'_> {
+        Stock { host: &self.host, memories: &self.memories, images: &self.images, spares: &self.spares }
     }
 }
 
@@ -222,8 +232,13 @@ impl Engine for QemuEngine {
         template::boot(&self.host, boot, progress).await
     }
 
-    async fn start(&self, machine: &MachineId, template: &Path) -> Result<Arc<dyn Machine>, EngineError> {
-        Ok(Arc::new(self.start_machine(machine, template).await?))
+    async fn start(
+        &self,
+        machine: &MachineId,
+        template: &Path,
+        urgency: Urgency,
+    ) -> Result<Arc<dyn Machine>, EngineError> {
+        Ok(Arc::new(restore::start(self.stock(), machine, template, urgency).await?))
     }
 
     async fn start_from_snapshot(
@@ -231,8 +246,11 @@ impl Engine for QemuEngine {
         machine: &MachineId,
         template: &Path,
         snapshot: &Path,
+        urgency: Urgency,
     ) -> Result<Arc<dyn Machine>, EngineError> {
-        Ok(Arc::new(self.start_machine_from(machine, template, snapshot).await?))
+        let from = (template, snapshot);
+        let started = restore::start_from_snapshot(self.stock(), machine, from, Take::All, urgency).await?;
+        Ok(Arc::new(started))
     }
 
     async fn boot_from_snapshot(
@@ -265,7 +283,7 @@ impl Engine for QemuEngine {
         let mut removed = Vec::new();
         let mut first_error = None;
         for (id, mut remains) in remains::find(&self.host, keep)? {
-            match remains.remove_half_started(&self.host.name_of(&id)).await {
+            match remains.remove_half_started().await {
                 Ok(()) => removed.push(id),
                 Err(error) => {
                     tracing::warn!(machine = %id, %error, "cannot remove what is left of a machine");
@@ -274,6 +292,10 @@ impl Engine for QemuEngine {
             }
         }
         first_error.map_or(Ok(removed), Err)
+    }
+
+    async fn close(&self) {
+        self.spares.close().await;
     }
 
     fn check_capacity(&self, shape: &MachineShape) -> Result<(), EngineError> {

@@ -21,7 +21,7 @@ use super::{
     command_line::{Origin, RootDisk},
     jail::Mount,
     launch::{Launch, SHOWN_LINES, millis},
-    machine_dir::{MachineDir, MemoryBase, Record},
+    machine_dir::{MachineDir, Record},
     memory, qemu_img,
     remains::{Remains, Undo},
 };
@@ -84,19 +84,8 @@ pub(crate) async fn kvm(host: &Host, memory_file: &Path) -> KvmVerdict {
 async fn boot(host: &Host) -> Result<KvmVerdict, EngineError> {
     let machine = MachineId::random();
     let directory = MachineDir::of(&host.machines_dir, &machine);
-    let record = Record {
-        machine: machine.clone(),
-        boot_id: host.boot_id.clone(),
-        template: directory.disk_dir(),
-        unfinished_template: None,
-        cgroup: host.cgroups.name(machine.as_str()),
-        processes: None,
-        memory_fd: -1,
-        is_complete: false,
-        disk: None,
-        memory: MemoryBase::default(),
-    };
-    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
+    let record = Record::new(host, &machine, directory.disk_dir());
+    let mut undo = Undo::new(Remains::of_record(host, directory.clone(), &record));
     let result = run(host, &machine, &directory, record, &mut undo).await;
     undo.run().await;
     result
@@ -123,10 +112,8 @@ async fn run(
     let memory = fs::File::from(memory);
     memory.set_len(SHAPE.memory_mib << 20).map_err(EngineError::host("make memory"))?;
     record.memory_fd = memory.as_raw_fd();
-    let mount =
-        |target: &str, is_writable| Mount { source: directory.disk_dir(), target: target.to_owned(), is_writable };
+    let mount = |target: &str, is_writable| Mount::new(directory.disk_dir(), target, is_writable);
     let launch = Launch {
-        name: &host.name_of(machine),
         directory,
         shape: SHAPE,
         accelerator: Accelerator::Kvm,
@@ -134,16 +121,9 @@ async fn run(
         disk: &RootDisk::of_file("/machine/disk.qcow2"),
         mounts: vec![mount("/machine", true), mount(command_line::BOOT_DIR, false)],
         memory: &memory,
-        device_state: None,
-        cgroup: &record.cgroup,
         patience: PATIENCE,
     };
-    let launched = launch
-        .run(host, |processes| {
-            undo.update(|remains| remains.processes = vec![processes.emulator, processes.bubblewrap]);
-            Ok(())
-        })
-        .await?;
+    let launched = launch.run(host, &mut record, undo).await?;
     let said = |console: String| if console.is_empty() { "nothing".to_owned() } else { console };
     match tokio::time::timeout(PATIENCE, launched.console.shows(SIGN_OF_LIFE)).await {
         Ok(true) => Ok(KvmVerdict::Works),

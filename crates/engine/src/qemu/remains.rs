@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
     path::PathBuf,
-    sync::PoisonError,
+    sync::{Arc, PoisonError},
     time::Duration,
 };
 
@@ -26,6 +26,8 @@ const END_PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Clone, Debug)]
 pub(crate) struct Remains {
     pub(crate) directory: MachineDir,
+    /// The name its processes carry.
+    pub(crate) name: String,
     pub(crate) cgroup: Cgroup,
     pub(crate) processes: Vec<ProcessId>,
     pub(crate) unfinished_template: Option<PathBuf>,
@@ -33,13 +35,14 @@ pub(crate) struct Remains {
 
 impl Remains {
     /// What a record names; processes of another boot of the host are long gone.
-    pub(crate) fn of_record(directory: MachineDir, record: &Record, boot_id: &str) -> Self {
+    pub(crate) fn of_record(host: &Host, directory: MachineDir, record: &Record) -> Self {
         let processes = match &record.processes {
-            Some(processes) if record.boot_id == boot_id => vec![processes.emulator, processes.bubblewrap],
+            Some(processes) if record.boot_id == host.boot_id => vec![processes.emulator, processes.bubblewrap],
             _ => Vec::new(),
         };
         let unfinished_template = record.unfinished_template.clone();
-        Self { directory, cgroup: record.cgroup.clone(), processes, unfinished_template }
+        let (name, cgroup) = (host.name_of(record.emulator()), record.cgroup.clone());
+        Self { directory, name, cgroup, processes, unfinished_template }
     }
 
     /// Ends and removes all of it. Repeatable. The directory goes last: it is what a sweep finds the rest by.
@@ -53,9 +56,9 @@ impl Remains {
 
     /// As `remove`, and what its processes may still be making: its jail's process makes the emulator's.
     /// For a machine that nobody saw start whole. Reads the arguments of all processes of the host.
-    pub(crate) async fn remove_half_started(&mut self, name: &str) -> Result<(), EngineError> {
+    pub(crate) async fn remove_half_started(&mut self) -> Result<(), EngineError> {
         loop {
-            let processes = named_processes(name).map_err(EngineError::host("list processes"))?;
+            let processes = named_processes(&self.name).map_err(EngineError::host("list processes"))?;
             if processes.is_empty() {
                 return self.remove().await;
             }
@@ -84,13 +87,11 @@ impl Remains {
 #[derive(Debug)]
 pub(crate) struct Undo {
     remains: Option<Remains>,
-    /// The name its processes carry, for those that nobody has told us of yet.
-    name: String,
 }
 
 impl Undo {
-    pub(crate) fn new(remains: Remains, name: String) -> Self {
-        Self { remains: Some(remains), name }
+    pub(crate) fn new(remains: Remains) -> Self {
+        Self { remains: Some(remains) }
     }
 
     /// Names more that has to be removed.
@@ -108,7 +109,7 @@ impl Undo {
     /// Removes it now.
     pub(crate) async fn run(mut self) {
         if let Some(remains) = &mut self.remains
-            && let Err(error) = remains.remove_half_started(&self.name).await
+            && let Err(error) = remains.remove_half_started().await
         {
             tracing::warn!(%error, "a failed start left something behind; the next sweep removes it");
         }
@@ -120,9 +121,28 @@ impl Drop for Undo {
     fn drop(&mut self) {
         let Some(remains) = self.remains.take() else { return };
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            let undo = Self { remains: Some(remains), name: std::mem::take(&mut self.name) };
-            runtime.spawn(undo.run());
+            runtime.spawn(Self::new(remains).run());
         }
+    }
+}
+
+/// Keeps a sweep from taking for a leftover what no record outside the engine names.
+#[derive(Debug)]
+pub(crate) struct Own {
+    host: Arc<Host>,
+    machine: MachineId,
+}
+
+impl Own {
+    pub(crate) fn new(host: &Arc<Host>, machine: &MachineId) -> Self {
+        host.own.lock().unwrap_or_else(PoisonError::into_inner).insert(machine.clone());
+        Self { host: Arc::clone(host), machine: machine.clone() }
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        self.host.own.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.machine);
     }
 }
 
@@ -146,26 +166,37 @@ pub(crate) fn find(host: &Host, keep: &BTreeSet<MachineId>) -> Result<BTreeMap<M
     let mut found = BTreeMap::new();
     let unknown = |id: &MachineId| Remains {
         directory: MachineDir::of(&host.machines_dir, id),
+        name: host.name_of(id),
         cgroup: host.cgroups.name(id.as_str()),
         processes: Vec::new(),
         unfinished_template: None,
     };
-    let busy = host.booting.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let is_kept = |id: &MachineId| keep.contains(id) || busy.contains(id);
-    let is_wanted = |name: &str| name.parse::<MachineId>().ok().filter(|id| !is_kept(id));
+    let own = host.own.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let is_kept = |id: &MachineId| keep.contains(id) || own.contains(id);
 
+    // Machines whose groups and processes carry another one's name, by that name.
+    let mut carriers = BTreeMap::new();
     let directory = &host.machines_dir;
     let entries = fs::read_dir(directory).map_err(EngineError::host(format!("list {}", directory.display())))?;
     for entry in entries.flatten() {
-        let Some(id) = is_wanted(&entry.file_name().to_string_lossy()) else { continue };
+        let Ok(id) = entry.file_name().to_string_lossy().parse::<MachineId>() else { continue };
         let machine_dir = MachineDir::of(&host.machines_dir, &id);
         let remains = match machine_dir.read_record() {
-            Ok(Some(record)) => Remains::of_record(machine_dir, &record, &host.boot_id),
+            Ok(Some(record)) => {
+                carriers.insert(record.emulator().clone(), id.clone());
+                Remains::of_record(host, machine_dir, &record)
+            }
             // A record that cannot be read: its group and its emulator's name remain to find it by.
             Ok(None) | Err(_) => unknown(&id),
         };
-        found.insert(id, remains);
+        if !is_kept(&id) {
+            found.insert(id, remains);
+        }
     }
+    let is_wanted = |name: &str| {
+        let name = name.parse::<MachineId>().ok()?;
+        Some(carriers.get(&name).unwrap_or(&name)).filter(|id| !is_kept(id)).cloned()
+    };
     for (name, group) in host.cgroups.leftovers() {
         let Some(id) = is_wanted(&name) else { continue };
         found.entry(id.clone()).or_insert_with(|| unknown(&id)).cgroup = group;

@@ -38,7 +38,7 @@ use super::{
     manifest::{MACHINE_LAYER, Manifest},
     memory, page_map,
     pages::{GuestMemory, PAGE, Run, page_count, union},
-    snapshot_dir::{Base, DEVICES, FileEntry, MAP, PAGES, SnapshotManifest},
+    snapshot_dir::{Base, DEVICES, FileEntry, Keeping, MAP, PAGES, SnapshotManifest},
     usage,
 };
 use crate::{EngineError, SnapshotReport, SnapshotScope};
@@ -51,11 +51,15 @@ const READ_BACK_BYTES: usize = 256 << 10;
 /// Own pages that may come up between counting and halting, besides an eighth.
 const SPARE_PAGES: u64 = 1024;
 
+/// Fewer bytes than this are not worth a thread of their own.
+const HASHED_ASIDE: usize = 1 << 20;
+
 /// Takes a snapshot. Must not be dropped half-way: the machine could stay halted.
 pub(crate) async fn take(
     inner: &Arc<Inner>,
     directory: &Path,
     scope: SnapshotScope,
+    keeping: Keeping,
 ) -> Result<SnapshotReport, EngineError> {
     let _one = inner.snapshotting.lock().await;
     let place = Place::find(&inner.directory, directory)?;
@@ -72,7 +76,7 @@ pub(crate) async fn take(
     let host_error = || EngineError::host(format!("make {}", place.unfinished.display()));
     remove_tree(&place.unfinished).map_err(host_error())?;
     fs::DirBuilder::new().mode(0o700).create(&place.unfinished).map_err(host_error())?;
-    let taking = Taking { inner, template: &template, place: &place };
+    let taking = Taking { inner, template: &template, place: &place, keeping };
     let taken = taking.run(scope).await;
     if taken.is_err()
         && let Err(error) = remove_tree(&place.unfinished)
@@ -113,6 +117,7 @@ struct Taking<'a> {
     inner: &'a Arc<Inner>,
     template: &'a Manifest,
     place: &'a Place,
+    keeping: Keeping,
 }
 
 /// Room for the guest's own pages.
@@ -349,19 +354,22 @@ impl Taking<'_> {
         let (needs, template, shape) = (inner.host.needs.clone(), self.template.identity(), self.template.shape);
         let base = if inner.record().memory.is_zero() { Base::Zero } else { Base::Template };
         let (unfinished, directory) = (self.place.unfinished.clone(), self.place.directory.clone());
-        let parent = self.place.parent.clone();
+        let (parent, keeping) = (self.place.parent.clone(), self.keeping);
         let work = move || {
             let mut files = BTreeMap::new();
             if let (Some(captured), Some(devices)) = (captured, devices) {
-                files = write_memory(&unfinished, captured, &devices, (shape.memory_mib << 20) / PAGE)?;
+                let pages = (shape.memory_mib << 20) / PAGE;
+                files = write_memory(&unfinished, captured, &devices, pages, keeping)?;
             }
             for layer in &layers {
                 fs::hard_link(inner.directory.layer(&layer.id), unfinished.join(layer.id.file_name()))?;
             }
             let manifest = SnapshotManifest::new(scope, needs, template, shape, base, layers, files, paused);
-            manifest.write(&unfinished)?;
+            manifest.write(&unfinished, keeping)?;
             renameat2(AT_FDCWD, &unfinished, AT_FDCWD, &directory, RenameFlags::RENAME_NOREPLACE)?;
-            memory::sync_directory(&parent)?;
+            if keeping == Keeping::Durable {
+                memory::sync_directory(&parent)?;
+            }
             if let Some(digest) = manifest.digest(PAGES) {
                 inner.host.checked_files.note(&directory.join(PAGES), digest);
             }
@@ -427,6 +435,7 @@ fn write_memory(
     captured: Captured,
     devices: &File,
     pages: u64,
+    keeping: Keeping,
 ) -> io::Result<BTreeMap<String, FileEntry>> {
     let bytes = devices.metadata()?.len();
     if bytes == 0 || bytes > DEVICE_BYTES {
@@ -435,13 +444,16 @@ fn write_memory(
     let mut state = vec![0; bytes as usize];
     devices.read_exact_at(&mut state, 0)?;
     let mut files = BTreeMap::new();
-    files.insert(DEVICES.to_owned(), write_checked(&directory.join(DEVICES), &state)?);
-    files.insert(MAP.to_owned(), write_checked(&directory.join(MAP), &page_map::encode(pages, &captured.runs))?);
+    let write = |name: &str, bytes: &[u8]| write_checked(&directory.join(name), bytes, keeping);
+    files.insert(DEVICES.to_owned(), write(DEVICES, &state)?);
+    files.insert(MAP.to_owned(), write(MAP, &page_map::encode(pages, &captured.runs))?);
     let entry = match captured.room {
-        Room::Memory(buffer, _permit) => write_checked(&directory.join(PAGES), &buffer)?,
+        Room::Memory(buffer, _permit) => write(PAGES, &buffer)?,
         Room::File(file) => {
             file.set_len(page_count(&captured.runs) * PAGE)?;
-            file.sync_all()?;
+            if keeping == Keeping::Durable {
+                file.sync_all()?;
+            }
             FileEntry { bytes: file.metadata()?.len(), digest: memory::file_digest(&directory.join(PAGES))? }
         }
     };
@@ -449,16 +461,32 @@ fn write_memory(
     Ok(files)
 }
 
-/// Writes a file to disk and reads it back.
-fn write_checked(path: &Path, bytes: &[u8]) -> io::Result<FileEntry> {
-    let file = File::create_new(path)?;
-    file.write_all_at(bytes, 0)?;
-    file.sync_all()?;
-    if !holds(&File::open(path)?, bytes)? {
+/// Writes a file and, where it is to last, waits until the disk has it and reads it back.
+fn write_checked(path: &Path, bytes: &[u8], keeping: Keeping) -> io::Result<FileEntry> {
+    let write = || {
+        let file = File::create_new(path)?;
+        file.write_all_at(bytes, 0)?;
+        if keeping == Keeping::Passing {
+            return Ok(());
+        }
+        file.sync_all()?;
+        if holds(&File::open(path)?, bytes)? {
+            return Ok(());
+        }
         let what = format!("{} does not hold what was written to it", path.display());
-        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
-    }
-    Ok(FileEntry { bytes: bytes.len() as u64, digest: memory::bytes_digest(bytes) })
+        Err(io::Error::new(io::ErrorKind::InvalidData, what))
+    };
+    let digest = if bytes.len() < HASHED_ASIDE {
+        write()?;
+        memory::bytes_digest(bytes)
+    } else {
+        std::thread::scope(|threads| {
+            let digest = threads.spawn(|| memory::bytes_digest(bytes));
+            write()?;
+            digest.join().map_err(|_| io::Error::other("the checksum could not be taken"))
+        })?
+    };
+    Ok(FileEntry { bytes: bytes.len() as u64, digest })
 }
 
 /// Whether a file holds these bytes and no others. Comparing takes a fraction of the time a checksum does.

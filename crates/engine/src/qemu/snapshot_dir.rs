@@ -46,6 +46,15 @@ const MEMORY_FILES: [&str; 3] = [DEVICES, MAP, PAGES];
 /// More than any manifest has.
 const MANIFEST_BYTES: u64 = 1 << 20;
 
+/// How well a snapshot is kept.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Keeping {
+    /// The host's disk has it, and has given back what was written.
+    Durable,
+    /// It need not outlive this boot of the host.
+    Passing,
+}
+
 /// What a snapshot says of itself.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct SnapshotManifest {
@@ -103,9 +112,15 @@ impl SnapshotManifest {
         Self { version: VERSION, scope, needs, template, shape, base, layers, files, paused_micros }
     }
 
-    pub(crate) fn write(&self, directory: &Path) -> std::io::Result<()> {
-        memory::write_atomically(&directory.join(MANIFEST), &serde_json::to_vec_pretty(self)?)?;
-        memory::sync_directory(directory)
+    pub(crate) fn write(&self, directory: &Path, keeping: Keeping) -> std::io::Result<()> {
+        let (path, text) = (directory.join(MANIFEST), serde_json::to_vec_pretty(self)?);
+        match keeping {
+            Keeping::Durable => {
+                memory::write_atomically(&path, &text)?;
+                memory::sync_directory(directory)
+            }
+            Keeping::Passing => fs::write(path, text),
+        }
     }
 
     /// Sees whether its files are there, and whether this host and the template are those it needs.

@@ -9,7 +9,7 @@ use std::{
     io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -18,41 +18,28 @@ use stockade_model::MachineId;
 use tokio::{net::UnixStream, sync::broadcast};
 
 use super::{
-    Host, agent, clock, command_line,
+    Host, Limits, agent, clock, command_line,
     command_line::{Origin, RootDisk},
     config::joined,
     jail::Mount,
     launch::{Launch, Launched, SHOWN_LINES, with_complaints},
-    machine_dir::{LINK, MachineDir, MemoryBase, Record, give_to_nobody, take_back},
+    machine_dir::{LINK, MachineDir, Record, give_to_nobody, take_back},
     manifest::{DEVICE_STATE, DISK, MACHINE_LAYER, MEMORY, Manifest, ROOT},
     memory, qemu_img,
     qmp::{CLOSED, Qmp, QmpEvent},
-    remains::{Remains, Undo},
+    remains::{Own, Remains, Undo},
 };
 use crate::{EngineError, GuestClient, Progress, TemplateBoot};
-
-/// How long a guest that has started is left alone before it is saved.
-const QUIET: Duration = Duration::from_secs(2);
 
 /// Boots and keeps a template.
 pub(crate) async fn boot(host: &Arc<Host>, boot: &TemplateBoot, progress: Progress<'_>) -> Result<(), EngineError> {
     let machine = MachineId::random();
     let unfinished = unfinished_name(&boot.directory, &machine)?;
     let directory = MachineDir::of(&host.machines_dir, &machine);
-    let record = Record {
-        machine: machine.clone(),
-        boot_id: host.boot_id.clone(),
-        template: unfinished.clone(),
-        unfinished_template: Some(unfinished.clone()),
-        cgroup: host.cgroups.name(machine.as_str()),
-        processes: None,
-        memory_fd: -1,
-        is_complete: false,
-        disk: None,
-        memory: MemoryBase::default(),
-    };
-    let mut undo = Undo::new(Remains::of_record(directory.clone(), &record, &host.boot_id), host.name_of(&machine));
-    let _booting = Booting::new(host, &machine);
+    let mut record = Record::new(host, &machine, unfinished.clone());
+    record.unfinished_template = Some(unfinished.clone());
+    let mut undo = Undo::new(Remains::of_record(host, directory.clone(), &record));
+    let _own = Own::new(host, &machine);
     let mut attempt = Boot { host, boot, unfinished: &unfinished, directory: &directory, record };
     match attempt.run(progress, &mut undo).await {
         Ok(()) => {
@@ -77,25 +64,6 @@ fn unfinished_name(directory: &Path, machine: &MachineId) -> Result<PathBuf, Eng
     let parent = directory.parent().ok_or_else(|| refuse(io::ErrorKind::InvalidInput.into()))?;
     let parent = fs::canonicalize(parent).map_err(EngineError::host(format!("find {}", parent.display())))?;
     Ok(parent.join(format!("{}.unfinished-{machine}", name.to_string_lossy())))
-}
-
-/// Keeps a sweep from taking the machine for a leftover.
-struct Booting<'a> {
-    host: &'a Host,
-    machine: MachineId,
-}
-
-impl<'a> Booting<'a> {
-    fn new(host: &'a Host, machine: &MachineId) -> Self {
-        host.booting.lock().unwrap_or_else(PoisonError::into_inner).insert(machine.clone());
-        Self { host, machine: machine.clone() }
-    }
-}
-
-impl Drop for Booting<'_> {
-    fn drop(&mut self) {
-        self.host.booting.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.machine);
-    }
 }
 
 struct Boot<'a> {
@@ -201,34 +169,21 @@ impl Boot<'_> {
         let memory = self.open(MEMORY)?;
         let disk = format!("{}/{DISK}", command_line::TEMPLATE_DIR);
         let kernel_command_line = command_line::kernel_command_line(host.accelerator, clock::tsc_khz());
-        let mount =
-            |source: PathBuf, target: &str, is_writable| Mount { source, target: target.to_owned(), is_writable };
-        let cgroup = self.record.cgroup.clone();
         let launch = Launch {
-            name: &host.name_of(&self.record.machine),
             directory: self.directory,
             shape: self.boot.shape,
             accelerator: host.accelerator,
             origin: Origin::Boot { kernel_command_line: &kernel_command_line, keeps_memory: true },
             disk: &RootDisk::of_file(&disk),
             mounts: vec![
-                mount(self.unfinished.to_owned(), command_line::TEMPLATE_DIR, false),
-                mount(self.unfinished.join(DISK), &disk, true),
-                mount(self.directory.disk_dir(), command_line::BOOT_DIR, false),
+                Mount::new(self.unfinished.to_owned(), command_line::TEMPLATE_DIR, false),
+                Mount::new(self.unfinished.join(DISK), &disk, true),
+                Mount::new(self.directory.disk_dir(), command_line::BOOT_DIR, false),
             ],
             memory: &memory,
-            device_state: None,
-            cgroup: &cgroup,
             patience: host.limits.restore_patience,
         };
-        let (directory, record) = (self.directory, &mut self.record);
-        launch
-            .run(host, |processes| {
-                undo.update(|remains| remains.processes = vec![processes.emulator, processes.bubblewrap]);
-                record.processes = Some(processes);
-                directory.write_record(record).map_err(EngineError::host("write the machine's record"))
-            })
-            .await
+        launch.run(host, &mut self.record, undo).await
     }
 
     /// A step the guest's agent takes: bounded, and over when the guest ends.
@@ -256,17 +211,13 @@ impl Boot<'_> {
     async fn keep_state(&self, mut launched: Launched) -> Result<(), EngineError> {
         let patience = self.host.limits.command_patience;
         // The host is connected when the machine is saved, as it is when machines made from it go on: what need not be
-        // told to a guest need not be translated by its emulator either. The same goes for what the guest still has to
-        // do after its start.
+        // told to a guest need not be translated by its emulator either.
         let link = self.directory.connect(LINK).map_err(EngineError::host("connect to the guest's link"))?;
         let _connected = GuestClient::open(link, self.host.limits.guest_patience).await?;
-        tokio::time::sleep(QUIET).await;
         let qmp = &launched.qmp;
         qmp.run("stop", json!({}), patience).await?;
         set_capabilities(qmp, patience).await?;
-        // Outgoing, this QEMU takes descriptors it was handed by name only.
-        qmp.give(&self.open(DEVICE_STATE)?, "state", patience).await?;
-        migrate(qmp, "migrate", json!({ "uri": "fd:state" }), self.host.limits.restore_patience).await?;
+        migrate(qmp, "migrate", &self.open(DEVICE_STATE)?, &self.host.limits).await?;
         qmp.run("quit", json!({}), patience).await?;
         match tokio::time::timeout(patience, launched.child.wait()).await {
             Ok(Ok(_)) => Ok(()),
@@ -344,16 +295,19 @@ pub(crate) async fn set_capabilities(qmp: &Qmp, patience: Duration) -> Result<()
     qmp.run("migrate-set-capabilities", capabilities, patience).await.map(drop)
 }
 
-/// Writes or loads device state and waits until that is done.
+/// Writes device state to a file (`migrate`) or loads it from one (`migrate-incoming`), and waits until that is done.
 pub(crate) async fn migrate(
     qmp: &Qmp,
     command: &'static str,
-    arguments: serde_json::Value,
-    patience: Duration,
+    state: &File,
+    limits: &Limits,
 ) -> Result<(), EngineError> {
+    const NAME: &str = "state";
+    let patience = limits.restore_patience;
+    qmp.give(state, NAME, limits.command_patience).await?;
     let mut events = qmp.events();
     let work = async {
-        qmp.run(command, arguments, patience).await?;
+        qmp.run(command, json!({ "uri": format!("fd:{NAME}") }), patience).await?;
         loop {
             let failed = |detail: &str| Err(EngineError::Emulator { step: command, detail: detail.to_owned() });
             match events.recv().await {

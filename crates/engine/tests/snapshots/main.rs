@@ -5,6 +5,7 @@ mod crash;
 mod disks;
 mod generations;
 mod refusals;
+mod spares;
 mod streams;
 #[path = "../support/mod.rs"]
 mod support;

@@ -252,6 +252,7 @@ class Contexts:
     def __init__(self, cwd):
         self.cwd = cwd
         self.identity = Identity()
+        self.identity.ask()
         self.by_id = {}
         self.defaults = {}
         # By language: a kernel that takes a minute to start holds up nobody else.

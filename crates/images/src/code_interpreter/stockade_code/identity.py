@@ -24,11 +24,18 @@ class Identity:
         self._stamp = None
         self._env = {}
 
+    def ask(self):
+        """Has the agent write the file from now on: it tells only who has made it."""
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        os.close(os.open(self.path, os.O_CREAT | os.O_WRONLY, 0o600))
+
     def env(self):
         """Variables of this sandbox; empty as long as there is none."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
+            return self._env
+        if status.st_size == 0:
             return self._env
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         if stamp != self._stamp:
